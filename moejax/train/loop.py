@@ -65,11 +65,11 @@ from moejax.train.start import (
     claim,
     finished_message,
     initial_state,
-    leave_out,
     open_copies,
+    restore_skipped,
 )
 
-LOCK_S = 60.0  # a run whose hosts change waits so long for the processes before to let it go
+LOCK_S = 60.0  # a run whose hosts change waits so long for the lock of the processes before it
 
 
 class RunEnd(NamedTuple):
@@ -142,7 +142,7 @@ def join_program(
 
 
 def train_as_planned(start: Start) -> RunEnd:
-    """Plans and trains; once more if the run stopped because the links of its plan changed."""
+    """Plans and trains; does both once more if the run stops because its links have changed."""
     new_links = None
     while True:
         origin = find_origin(start)
@@ -158,14 +158,14 @@ def train_as_planned(start: Start) -> RunEnd:
 
 @dataclass
 class Origin:
-    """Where a run starts from, as its files say.
+    """The checkpoint or weights that a run starts from.
 
     Attributes:
       saved: the checkpoint to resume; None: there is none.
-      source: weights to begin with if nothing is resumed; frozen weights always.
+      source: of the first weights if nothing is resumed, and of frozen weights always.
       memory: copies of the state in hosts' memory, one of which may be newer than `saved`.
       copies: of checkpoints in another place, with `checkpoint.copy_to`.
-      choose: chooses another checkpoint, after one was renamed because it is damaged.
+      choose: chooses again, after a damaged checkpoint was renamed.
       notes: lines for the user so far.
     """
 
@@ -178,15 +178,15 @@ class Origin:
 
 
 def find_origin(start: Start) -> Origin | None:
-    """Chooses what the run goes on from; None if it was finished before, which is said then.
+    """Chooses the checkpoint or weights to go on from. Touches no device. All processes call it.
 
-    All processes call it. Touches no device.
+    Returns None if the run was finished before, and says so.
     """
     cfg, inputs, processes = start.cfg, start.inputs, start.processes
     copies = open_copies(cfg, processes)
     choose = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes, copies)
     saved, source, notes = choose()
-    notes += leave_out(inputs, saved, processes)
+    notes += restore_skipped(inputs, saved, processes)
     if saved is not None:
         finished = processes.from_first(partial(finished_message, cfg, inputs, saved))
         if finished:
@@ -224,7 +224,7 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
     checkpoints = open_checkpoints(cfg, processes, records, console, origin.copies)
     meter = record_start(records, step, planned, processes)
     display = Display(console, cfg.train.num_steps, step)
-    memory = origin.memory.begin(train_step, inputs.content, base, records, console)
+    memory = origin.memory.begin_saves(train_step, inputs.content, base, records, console)
     run = Run(cfg, train_step, inputs, checkpoints, records, meter, display, console)
     run.processes, run.watch, run.assignment = processes, start.watch, start.assignment
     run.memory, run.base, run.recent = memory, base, recent
@@ -258,11 +258,8 @@ def run_to_end(run: Run, state: TrainState) -> RunEnd:
     return RunEnd(None if run.reassigned else state, stopped, run.reassigned)
 
 
-# The stages of `start_run`.
-
-
 def check_origin(origin: Origin, planned: PlannedStep, processes: Processes) -> None:
-    """Checks what only a built step tells: the checkpoint's own step, disk and memory. Adds notes.
+    """Checks the origin against the built step: step of the state, disk, memory. Adds notes.
 
     Raises:
       InputError: if no checkpoint is whole.
@@ -284,9 +281,9 @@ def restore(
     base: dict[str, str] | None,
     records: Records,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Returns the state to go on from, and what was seen of the losses up to it (`Run.recent`).
+    """Returns the state to go on from, and `Run.recent`: the losses up to it.
 
-    It comes from hosts' memory if a newer step is there, else from the checkpoint, else from
+    The state comes from hosts' memory if a newer step is there, else from the checkpoint, else from
     `checkpoint.init_from`, else from the seed. Frozen weights always come from
     `checkpoint.init_from`.
     """

@@ -40,7 +40,7 @@ from moejax.train.records.summary import Summary, check_memory, summarize
 from moejax.train.start import no_mesh_errors
 
 PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
-PLANS = "plans"  # of a run whose hosts change: its plans, by devices
+PLANS = "plans"  # folder of a run whose hosts change: a plan for each number of devices
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,10 @@ class RunPlan:
 
 
 def kept_plan(cfg: Config) -> Config:
-    """Returns the config with the plan of its file, else that of the run directory, if any.
+    """Returns the config with the settings of its plan file, else of the run directory's plan.
 
-    A checkpoint's config has its plan's settings, and is compared with this.
+    Without a plan it is unchanged. The config of a checkpoint has its plan's settings, and is
+    compared with this.
     """
     path = Path(cfg.run_dir) / PLAN if cfg.plan.mode in MODES else Path(cfg.plan.mode)
     if not is_planned(cfg) or (cfg.plan.mode in MODES and not path.exists()):
@@ -146,13 +147,13 @@ def plan_run(
 
 
 def _of_one_device(cfg: Config) -> RunPlan:
-    """Returns the config of one device; refuses what takes effect on other meshes alone."""
+    """Returns the plan of one device. Refuses settings that have an effect only on several."""
     check_effects(replace(cfg, plan=PlanConfig(mode="hand")))
     return RunPlan(cfg)
 
 
 def _keep(plan: Plan, run_dir: Path) -> None:
-    """Writes the run's plan, and where hosts may change also a copy for when they come back."""
+    """Writes the run's plan. If hosts may change, also a copy for when as many come back."""
     save_plan(plan, run_dir / PLAN)
     if changes_hosts():
         (run_dir / PLANS).mkdir(exist_ok=True)
@@ -160,7 +161,7 @@ def _keep(plan: Plan, run_dir: Path) -> None:
 
 
 def _plan_before(cfg: Config, devices: int) -> Plan | None:
-    """Returns the plan of an earlier start on as many devices, which is then the run's again."""
+    """Returns the plan of an earlier start on as many devices, and makes it the run's again."""
     run_dir = Path(cfg.run_dir)
     for path in (run_dir / PLAN, run_dir / PLANS / f"{devices}.json"):
         plan = load_plan(path) if path.exists() else None
@@ -174,7 +175,7 @@ def _plan_before(cfg: Config, devices: int) -> Plan | None:
 def _with_pins(
     cfg: Config, processes: Processes, *, resuming: bool
 ) -> tuple[Config, frozenset[str]]:
-    """Returns the config, and settings that keep their values.
+    """Returns the config, and the settings that the search must not change.
 
     On resume the number of chunks is fixed: it shapes the checkpoint.
     """
@@ -202,7 +203,7 @@ def _topology_before(run_dir: Path, devices: int) -> Topology | None:
 
 
 def _of_devices(topology: Topology, devices: int) -> Topology | None:
-    """Returns a cluster with the nodes that so many devices fill; None if it cannot have them."""
+    """Returns the cluster with the nodes that so many devices fill; None if it has none such."""
     if topology.devices == devices:
         return topology
     nodes, left = divmod(devices, topology.sizes[0])
@@ -349,7 +350,7 @@ def _from_file(cfg: Config, devices: int) -> RunPlan:
 
 
 def _applied(plan: Plan, cfg: Config) -> Config:
-    """Returns the config with the plan's settings, and `plan` as the user set it."""
+    """Returns the config with the plan's settings, and `plan.mode` as for a search."""
     return change(plan.apply(cfg), {"plan.mode": "auto"})
 
 
@@ -391,7 +392,7 @@ def prepare_step(
     """Starts the devices, plans, and traces the step. All processes call it.
 
     Args:
-      resuming: whether the run resumes, so that its plan is kept while it fits.
+      resuming: whether the run resumes: its plan is then kept while it fits.
       new_links: newly measured links to plan with.
     Raises:
       InputError: if the devices are too few or too small.
@@ -407,7 +408,7 @@ def prepare_step(
         cfg = resolve_mesh(run_plan.cfg, len(devices), platform, processes=processes.count)
         train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
         limit, summary = check_memory(train_step, processes), summarize(train_step)
-    processes.gather("traced")  # gloo gives up on one that comes half a minute later
+    processes.gather("traced")  # gloo gives up on a process half a minute late
     return PlannedStep(devices, run_plan, train_step, limit, summary)
 
 

@@ -22,7 +22,7 @@ from moejax.train.records.start_record import ExpertLoads
 
 @dataclass(frozen=True)
 class Start:
-    """A run whose processes have met, and which has its directory to itself. No device is started.
+    """A run before its devices are started: its processes have met, its directory is claimed.
 
     Attributes:
       cfg: as the user gave it: a plan may still choose some of its settings.
@@ -41,13 +41,13 @@ class Start:
 
 @dataclass
 class Run:
-    """A run whose devices are started: a step is built and a state restored.
+    """A run after its devices are started: its step is built, its state is restored.
 
     Attributes:
       cfg: with everything chosen.
       memory: saves to hosts' memory, with `checkpoint.memory_every`.
-      recent: losses and skipped updates before the state that the run goes on from, or saves
-        (`bad_steps`): an entry of manifests.
+      recent: losses and skipped updates up to the state that was restored or saved last, an entry
+        of manifests (`faults.bad_steps`).
       base: identity of the frozen weights, with adapters.
       expert_loads: in process 0, of a model with experts.
       monitor: if the run has a plan with known links.

@@ -1,4 +1,4 @@
-"""The steps of a run: the loop, and what it reports, checks, saves and evaluates between steps."""
+"""The loop over the steps of a run; between them reports, checks, saves and evaluations."""
 
 import time
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     stopping = Stop(run.processes)
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     shown, saving = "", (cfg.checkpoint.save_every, cfg.checkpoint.memory_every)
-    if run.meter.started is None:  # not after going back: it is compiled then
+    if run.meter.started is None:  # after going back it is compiled already
         compile_step(run, schedule, step, state)
     with (
         closing(profile),
@@ -57,7 +57,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             state, metrics = run_step(state, batch)
             step += 1
             end_profile(run, profile, step, metrics, schedule.program)
-            check.before(step, metrics)
+            check.check_previous(step, metrics)
             run.display.step(step)
             if run.meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, step, metrics)
@@ -88,21 +88,21 @@ def compile_step(run: Run, schedule: CodecSchedule, step: int, state: TrainState
 
 
 def show_codecs(run: Run, step: int, codecs: str, shown: str) -> str:
-    """Says which codecs a step has, where they are not those that were shown; returns them."""
+    """Shows the codecs of a step if they are not those shown last. Returns them."""
     if codecs != shown:
         note(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
     return codecs
 
 
 def evaluate_part(run: Run, state: TrainState, step: int, asked: Callable[[], bool]) -> None:
-    """Evaluates on a part of the held-out text; rates leave out the time it takes."""
+    """Evaluates on a part of the held-out text. Rates do not count the time."""
     began = time.perf_counter()
 
-    def given_up() -> bool:
+    def must_stop() -> bool:
         return asked() or run.hosts_change
 
     with run.watch.during("evaluate", step):
-        evaluate(run, state, step, run.cfg.train.eval_batches, given_up)
+        evaluate(run, state, step, run.cfg.train.eval_batches, must_stop)
     run.meter.pause(time.perf_counter() - began)
 
 
@@ -113,7 +113,7 @@ def end_profile(
     metrics: Any,
     program: Callable[[], str],
 ) -> None:
-    """Ends the profile if `step` was its last; rates leave out the time to write its trace."""
+    """Ends the profile if `step` was its last. Rates do not count the time to write the trace."""
     began = time.perf_counter()
     if profile.after(step, metrics.loss, program):
         run.meter.pause(time.perf_counter() - began)
@@ -125,7 +125,7 @@ def stop_early(run: Run, step: int, asked: bool) -> None:
     """Ends the loop before its last step: as asked, for other hosts, or to plan again.
 
     Args:
-      asked: whether this process was asked to stop; after planning again that would be forgotten.
+      asked: whether this process was asked to stop. It comes first: a new plan would forget it.
     """
     run.record_saved(run.checkpoints.wait())
     why = run.assignment.proposed if run.assignment is not None else None
@@ -205,7 +205,7 @@ def compare(run: Run, step: int, state: TrainState) -> None:
 
 
 def between_saves(run: Run, step: int, state: TrainState, *, suspicious: bool) -> None:
-    """Compares copies of the state, and keeps it in memory, where that is due.
+    """Compares the devices' copies of the state, and saves it to hosts' memory, where due.
 
     Args:
       suspicious: whether the last steps may be bad (`StepCheck`).
