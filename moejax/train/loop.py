@@ -1,11 +1,11 @@
 """A run from top to bottom, in the order in which it happens.
 
-    train                  settings are checked, data is opened
-      join_program         the processes meet, process 0 claims the run directory
-      train_as_planned
-        find_origin        a checkpoint or weights are chosen; no device is touched before this
-        start_run          plan, mesh, step; then records and the state
-        run_to_end         the loop, the last evaluation, the end
+    train                 settings are checked, data is opened
+      train_together      once for each set of hosts
+        join_program      the processes meet, process 0 claims the run directory
+        find_origin       a checkpoint or weights are chosen; no device is touched so far
+        start_run         plan, mesh, step; then records and the state
+        run_to_end        the loop, the last evaluation, the end
 
 All processes run this code. Process 0 alone writes records and shows lines.
 """
@@ -104,8 +104,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check_trackers(cfg)
     inputs, assignment = open_inputs(cfg), find_assignment()
     while True:  # once, or once for each set of hosts
-        with join_program(cfg, inputs, console, assignment) as start:
-            end = train_as_planned(start)
+        end = train_together(cfg, inputs, console, assignment)
         if assignment is None or not end.reassigned:
             return end
         forget_places()
@@ -113,6 +112,24 @@ def train(cfg: Config, console: Console) -> RunEnd:
         leave()
         if not assignment.take():
             return RunEnd(None, stopped=True)
+
+
+def train_together(
+    cfg: Config, inputs: Inputs, console: Console, assignment: Assignment | None
+) -> RunEnd:
+    """Trains with the processes that are assigned now; plans once more if its links change."""
+    with join_program(cfg, inputs, console, assignment) as start:
+        new_links = None
+        while True:  # once, or once for each plan
+            origin = find_origin(start)
+            if origin is None:
+                return RunEnd(None)
+            # No name holds the first state: it would stay on the devices beside the next plan's.
+            end = run_to_end(*start_run(start, origin, new_links))
+            if end.new_links is None:
+                return end
+            new_links = end.new_links
+            start.watch.enter("start")
 
 
 @contextmanager
@@ -139,21 +156,6 @@ def join_program(
         finally:
             if lock is not None:
                 lock.close()
-
-
-def train_as_planned(start: Start) -> RunEnd:
-    """Plans and trains; does both once more if the run stops because its links have changed."""
-    new_links = None
-    while True:
-        origin = find_origin(start)
-        if origin is None:
-            return RunEnd(None)
-        # No name holds the first state: it would stay on the devices beside the next plan's.
-        end = run_to_end(*start_run(start, origin, new_links))
-        if end.new_links is None:
-            return end
-        new_links = end.new_links
-        start.watch.enter("start")
 
 
 @dataclass
