@@ -67,10 +67,15 @@ def advance(run: Run, state: TrainState, count: int, save_every: int | None = No
     train = dataclasses.replace(CFG.train, num_steps=last)
     checkpoint = dataclasses.replace(CFG.checkpoint, save_every=save_every)
     run.cfg = dataclasses.replace(CFG, train=train, checkpoint=checkpoint)
-    meter = Meter(
+    run.meter = new_meter(last)
+    return run_steps(run, state)[0]
+
+
+def new_meter(last: int) -> Meter:
+    """Returns a meter of a run of `last` steps, whose clock has not started."""
+    return Meter(
         tokens_per_step=2048, flops_per_token=1, peak=1.0, num_steps=last, schedule=lambda _: 0.0
     )
-    return run_steps(run, state, meter)[0]
 
 
 def bare(run: Run, state: TrainState, batch: object, count: int) -> TrainState:
@@ -90,7 +95,7 @@ def measure(rounds: int, count: int, saves: int) -> dict:
         records = Records(Path(directory))
         checkpoints = Checkpoints(Path(directory) / "checkpoints", keep=1)
         clock = Clock()
-        run = Run(CFG, train_step, inputs, checkpoints, records, clock, clock.console)
+        run = Run(CFG, train_step, inputs, checkpoints, records, new_meter(1), clock, clock.console)
         state = train_step.init()
         with inputs.batches(train_step, 0, 1) as found:
             batch = next(iter(found))

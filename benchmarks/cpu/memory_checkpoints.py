@@ -44,13 +44,13 @@ def measure_saves(
     """Returns seconds of intervals with and without a save, and of the parts of each save."""
     events: list[dict[str, float]] = []
 
-    def told(event: str, _: int, **values: float) -> None:
+    def on_event(event: str, _: int, **values: float) -> None:
         assert event == "memory_saved", event
         events.append(values)
 
     members = Members(ALONE, ["host"], [("", 0)], "", None, folder, "run", "start")
     began = time.perf_counter()
-    kept = MemoryCheckpoints(members, arrays_of(train_step.abstract), {}, told)
+    kept = MemoryCheckpoints(members, arrays_of(train_step.abstract), {}, on_event)
     reserve = time.perf_counter() - began
     kept.save(0, arrays_of(state), {})
     found: dict[str, list[float]] = {"with": [], "without": []}

@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Trains, or does what another flag asks."""
+    """Trains, or obeys a flag that asks for something else."""
     console = screen()
     if args.settings:
         print_settings(console)
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _show_notes(notes: list[str], console: Console) -> None:
-    """Shows lines about the config, on the first process alone."""
+    """Shows lines about the config, in process 0 only."""
     if not notes:
         return
     from moejax.runtime.processes import find_rank
@@ -161,7 +161,7 @@ def dry_run(cfg: Config, console: Console) -> int:
 
 
 def _dry_notes(train_step: "TrainStep", summary: "Summary", planned: "RunPlan") -> list[str]:
-    """Returns what the table of a dry run leaves out, takes for granted, or warns of."""
+    """Returns notes beside the table of a dry run: omissions, assumptions and warnings."""
     from moejax.config.compression import NO_COMPRESSION
     from moejax.train.records.summary import gather_note, memory_warnings
 

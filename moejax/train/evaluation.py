@@ -40,7 +40,7 @@ class Score(NamedTuple):
         """Returns bits per byte of the text behind the targets; None if its size is unknown.
 
         Args:
-          source: the whole stream, of which a part may have been read.
+          source: the whole stream; perhaps only a part of it was scored.
         """
         if not source.target_bytes:
             return None
@@ -61,8 +61,8 @@ def score(
 
     Args:
       limit: number of batches; None for all.
-      progress: is called after each batch.
-      compiling: is entered while the evaluation is compiled.
+      progress: called after each batch.
+      compiling: context that is entered while the evaluation is compiled.
     """
     nats, targets = 0.0, 0
     with compiling or nullcontext():
@@ -88,7 +88,7 @@ def evaluate(
     """Evaluates on held-out text; shows and records nats per token and bits per byte.
 
     Args:
-      asked: whether this process was asked to stop; the evaluation is then given up, in all.
+      asked: whether this process was asked to stop. All processes then give up the evaluation.
     """
     held_out = run.inputs.held_out
     if held_out is None:
@@ -99,14 +99,14 @@ def evaluate(
     def progress() -> None:
         run.watch.enter("evaluate", step)  # the deadline is of one batch
         number = next(done)
-        tell(f"{number} batches")
+        show_far(f"{number} batches")
         if number % ASK_EVERY == 0 and any(run.processes.gather(asked())):
             raise _AskedToStopError
 
     run.watch.enter("evaluate", step)
     busy = run.display.busy(f"evaluating {'all ' * whole}held-out text", plain=whole)
     try:
-        with busy as tell:
+        with busy as show_far:
             found = score(
                 run.train_step,
                 state,
@@ -128,7 +128,7 @@ def evaluate(
 
 
 def finish(run: Run, state: TrainState) -> None:
-    """After the last step: all held-out text, compressors' results beside it, and a sample."""
+    """Ends a finished run: scores all held-out text beside compressors, and shows a sample."""
     last, run_dir = run.cfg.train.num_steps, shlex.quote(run.cfg.run_dir)
     if run.inputs.held_out is None:
         run.display.note("nothing was held out, so nothing is scored: data.eval_files names files")

@@ -29,7 +29,7 @@ class Inputs:
     tokenizer: Tokenizer
     vocab_size: int  # the tokenizer's; the model's may be larger
     content: Content = field(default_factory=dict)  # identifies the data
-    skipped: Sequence[SkippedData] = ()  # what the run left out, see `train.records.skipped_data`
+    skipped: Sequence[SkippedData] = ()  # batches left out, see `train.records.skipped_data`
 
     def batches(
         self, train_step: TrainStep, first: int, last: int
@@ -46,7 +46,7 @@ class Inputs:
         return closing(data_batches.prefetch(of_step, first, last))
 
     def check_enough(self) -> None:
-        """Raises InputError if the data ends before the run, with what it left out."""
+        """Raises InputError if the data ends before the run does, left out batches counted."""
         steps = self.cfg.train.num_steps
         self.train.check_steps(steps, data_position(steps, self.skipped) - steps)
 

@@ -1,14 +1,18 @@
-"""The run: everything from an empty directory to trained weights, in order.
+"""A run from top to bottom, in the order in which it happens.
 
-Order of a start: config and data are checked, the processes of the program meet, process 0 takes
-the run directory, checkpoint files are checked; then devices are started, a plan is made where one
-is wanted, the mesh is resolved, the step is compiled, and state comes from the newest checkpoint,
-else from `checkpoint.init_from`, else from the seed; frozen weights always come from
-`checkpoint.init_from`. All processes run this code; process 0 alone
-writes records and shows them.
+    train                 settings are checked, data is opened
+      train_together      once for each set of hosts
+        join_program      the processes meet, process 0 claims the run directory
+        find_origin       a checkpoint or weights are chosen; no device is touched so far
+        start_run         plan, mesh, step; then records and the state
+        run_to_end        the loop, the last evaluation, the end
+
+All processes run this code. Process 0 alone writes records and shows lines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +24,7 @@ from moejax.checkpoint.digests import forget_places
 from moejax.checkpoint.find import Saved
 from moejax.checkpoint.remote import Copies
 from moejax.checkpoint.restore import resume, set_aside_wrong_steps
-from moejax.checkpoint.source import Source, keep_origin
+from moejax.checkpoint.source import Source, base_of, keep_origin
 from moejax.checkpoint.writer import Checkpoints, join_orbax
 from moejax.comm.cpu.exchange import disconnect
 from moejax.config.checks import check
@@ -30,32 +34,28 @@ from moejax.config.schema import Config
 from moejax.data.sources import keep_tokenizer
 from moejax.errors import DivergedError, ReplicasError
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.probe.timer import ProgressFn
-from moejax.plan.search.file import Plan
 from moejax.runtime.assignment import Assignment, find_assignment
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, leave, measure_peak
-from moejax.runtime.watch import Watch
 from moejax.screen import screen
 from moejax.step.model import check_adapters
 from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep
 from moejax.train.evaluation import finish
 from moejax.train.faults.bad_steps import recent_of
 from moejax.train.faults.watching import watching
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.memory.start import Memory
-from moejax.train.plan_monitor import PlanMonitor
-from moejax.train.planning import Prepared, kept_plan, measure, prepare
+from moejax.train.planning import PlannedStep, build_monitor, kept_plan, prepare_step
 from moejax.train.records.display import Display
 from moejax.train.records.metrics import Meter, Records
 from moejax.train.records.start_record import ExpertLoads, describe_start, highest_peak
 from moejax.train.records.summary import memory_warnings, print_summary
 from moejax.train.records.trackers import check_trackers, open_trackers
 from moejax.train.rollback import run_with_rollbacks
-from moejax.train.run import Run
+from moejax.train.run import Run, Start
 from moejax.train.start import (
-    base_of,
     check_disk,
     check_has_base,
     check_keep,
@@ -65,25 +65,27 @@ from moejax.train.start import (
     claim,
     finished_message,
     initial_state,
-    leave_out,
     open_copies,
+    restore_skipped,
 )
 
-LOCK_S = 60.0  # a run whose hosts change waits so long for the processes before to let it go
+LOCK_S = 60.0  # a run whose hosts change waits so long for the lock of the processes before it
 
 
 class RunEnd(NamedTuple):
     """The end of a run.
 
     Attributes:
-      state: None if the run was done before, so that nothing was restored.
+      state: None if nothing was restored, as the run was finished before, or if it goes on.
       stopped: whether it was asked to stop before its last step.
       reassigned: whether it goes on with other processes (`runtime.assignment`).
+      new_links: the cluster as measured just now, if the run goes on with a new plan.
     """
 
     state: TrainState | None
     stopped: bool = False
     reassigned: bool = False
+    new_links: Topology | None = None
 
 
 def train(cfg: Config, console: Console) -> RunEnd:
@@ -101,10 +103,10 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check_simulated_devices(cfg)
     check_trackers(cfg)
     inputs, assignment = open_inputs(cfg), find_assignment()
-    while True:
-        ended = train_together(cfg, inputs, console, assignment)
-        if assignment is None or not ended.reassigned:
-            return ended
+    while True:  # once, or once for each set of hosts
+        end = train_together(cfg, inputs, console, assignment)
+        if assignment is None or not end.reassigned:
+            return end
         forget_places()
         disconnect()
         leave()
@@ -115,143 +117,213 @@ def train(cfg: Config, console: Console) -> RunEnd:
 def train_together(
     cfg: Config, inputs: Inputs, console: Console, assignment: Assignment | None
 ) -> RunEnd:
-    """Trains as one program with the processes that are assigned now."""
+    """Trains with the processes that are assigned now; plans once more if its links change."""
+    with join_program(cfg, inputs, console, assignment) as start:
+        new_links = None
+        while True:  # once, or once for each plan
+            origin = find_origin(start)
+            if origin is None:
+                return RunEnd(None)
+            # No name holds the first state: it would stay on the devices beside the next plan's.
+            end = run_to_end(*start_run(start, origin, new_links))
+            if end.new_links is None:
+                return end
+            new_links = end.new_links
+            start.watch.enter("start")
+
+
+@contextmanager
+def join_program(
+    cfg: Config, inputs: Inputs, console: Console, assignment: Assignment | None
+) -> Iterator[Start]:
+    """Has the processes that are assigned now meet, and claims the run directory for the block.
+
+    Raises:
+      InputError: in all processes, if their configs differ or another run has the directory.
+      MeetingError: if some processes do not come.
+    """
+    run_dir, patience_s = Path(cfg.run_dir), LOCK_S if assignment is not None else 0.0
     with join() as processes:
         join_orbax(processes)
         check_same_config(cfg, processes)
-        run_dir = Path(cfg.run_dir)
-        patience_s = LOCK_S if assignment is not None else 0.0
         lock = processes.together(lambda: claim(run_dir, patience_s) if processes.first else None)
         try:
             shown = console if processes.first else screen(quiet=True)
             with watching(cfg, processes) as watch:
-                ended = train_claimed(cfg, inputs, shown, processes, watch, assignment)
+                yield Start(cfg, inputs, shown, processes, watch, assignment)
                 # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
                 processes.gather("done")
-            return ended
         finally:
             if lock is not None:
                 lock.close()
 
 
-def train_claimed(
-    cfg: Config,
-    inputs: Inputs,
-    console: Console,
-    processes: Processes,
-    watch: Watch,
-    assignment: Assignment | None = None,
-) -> RunEnd:
-    """Trains in a run directory that no other run uses."""
-    train_now = partial(train_planned, cfg, inputs, console, processes, watch, assignment)
-    ended = train_now()
-    if isinstance(ended, Topology):  # stopped to plan again, because the links changed
-        watch.enter("start")
-        ended = train_now(measured=ended)
-    assert isinstance(ended, RunEnd), "a run plans at most twice"
-    return ended
+@dataclass
+class Origin:
+    """The checkpoint or weights that a run starts from.
+
+    Attributes:
+      saved: the checkpoint to resume; None: there is none.
+      source: of the first weights if nothing is resumed, and of frozen weights always.
+      memory: copies of the state in hosts' memory, one of which may be newer than `saved`.
+      copies: of checkpoints in another place, with `checkpoint.copy_to`.
+      choose: chooses again, after a damaged checkpoint was renamed.
+      notes: lines for the user so far.
+    """
+
+    saved: Saved | None
+    source: Source | None
+    memory: Memory
+    copies: Copies | None
+    choose: Callable[[], tuple[Saved | None, Source | None, list[str]]]
+    notes: list[str]
 
 
-def train_planned(
-    cfg: Config,
-    inputs: Inputs,
-    console: Console,
-    processes: Processes,
-    watch: Watch,
-    assignment: Assignment | None = None,
-    measured: Topology | None = None,
-) -> RunEnd | Topology:
-    """Plans and trains. Returns the run's end, or a topology to plan again with.
+def find_origin(start: Start) -> Origin | None:
+    """Chooses the checkpoint or weights to go on from. Touches no device. All processes call it.
+
+    Returns None if the run was finished before, and says so.
+    """
+    cfg, inputs, processes = start.cfg, start.inputs, start.processes
+    copies = open_copies(cfg, processes)
+    choose = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes, copies)
+    saved, source, notes = choose()
+    notes += restore_skipped(inputs, saved, processes)
+    if saved is not None:
+        finished = processes.from_first(partial(finished_message, cfg, inputs, saved))
+        if finished:
+            for line in (*notes, finished):
+                start.console.print(line, highlight=False, soft_wrap=True)
+            return None
+    memory = Memory(cfg, processes, saved)
+    return Origin(saved, source, memory, copies, choose, [*notes, *memory.notes])
+
+
+def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple[Run, TrainState]:
+    """Starts the devices: plan, mesh, step, records, state. Returns a run that is ready to loop.
 
     Args:
-      measured: newly measured links to plan with; the run then does not plan a third time.
+      new_links: newly measured links to plan with; the run then does not plan a third time.
     """
-    copies = open_copies(cfg, processes)
-    choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes, copies)
-    saved, source, notes = choosing()
-    notes += leave_out(inputs, saved, processes)
-    if _done(cfg, inputs, saved, notes, console, processes):
-        return RunEnd(None)
-    memory = Memory(cfg, processes, saved)
-    notes += memory.notes
-    again = {"resuming": saved is not None or memory.found, "measured": measured}
-    prepared = prepare(cfg, processes, console, watch, **again)
-    cfg, train_step, summary = prepared.train_step.cfg, prepared.train_step, prepared.summary
-    notes += prepared.planned.notes
-    saved, more = set_aside_wrong_steps(saved, train_step, choosing, processes)
+    inputs, processes, console = start.inputs, start.processes, start.console
+    resuming = origin.saved is not None or origin.memory.found
+    planned = prepare_step(
+        start.cfg, processes, console, start.watch, resuming=resuming, new_links=new_links
+    )
+    train_step, cfg = planned.train_step, planned.train_step.cfg
+    check_origin(origin, planned, processes)
+    print_summary(planned.summary, train_step, console, planned.run_plan.rows())
+
+    records = open_records(cfg, origin.notes, console, processes)
+    if processes.first:  # what exports carry along
+        keep_origin(origin.source, Path(cfg.run_dir))
+        keep_tokenizer(cfg.data, Path(cfg.run_dir))
+
+    base = base_of(cfg, origin.source)
+    with start.watch.during("restore"):
+        state, recent = restore(start, origin, train_step, base, records)
+    step = int(state.step)
+    checkpoints = open_checkpoints(cfg, processes, records, console, origin.copies)
+    meter = record_start(records, step, planned, processes)
+    display = Display(console, cfg.train.num_steps, step)
+    memory = origin.memory.begin_saves(train_step, inputs.content, base, records, console)
+    run = Run(cfg, train_step, inputs, checkpoints, records, meter, display, console)
+    run.processes, run.watch, run.assignment = processes, start.watch, start.assignment
+    run.memory, run.base, run.recent = memory, base, recent
+    if processes.first and cfg.model.has_experts:
+        run.expert_loads = ExpertLoads(Path(cfg.run_dir), cfg.train.num_steps)
+    if planned.run_plan.plan is not None:
+        records.event("plan", step, seconds=planned.run_plan.plan.predicted["seconds"])
+    if new_links is None:
+        run.monitor = build_monitor(planned, processes)
+    return run, state
+
+
+def run_to_end(run: Run, state: TrainState) -> RunEnd:
+    """Runs the loop and the last evaluation, and closes the run."""
+    try:
+        # One process of several fails at once here: a save under way would wait for all of them.
+        with run.display, run.processes:
+            state, stopped = run_with_rollbacks(run, state)
+        with run.processes:
+            if not stopped:
+                finish(run, state)
+            run.end_memory()
+    except (DivergedError, ReplicasError):
+        # A restart goes on from the checkpoint that the message names, and not from a later step.
+        run.end_memory()
+        raise
+    finally:
+        run.close()
+    if stopped and run.new_links is not None:
+        return RunEnd(None, stopped, new_links=run.new_links)
+    return RunEnd(None if run.reassigned else state, stopped, run.reassigned)
+
+
+def check_origin(origin: Origin, planned: PlannedStep, processes: Processes) -> None:
+    """Checks the origin against the built step: step of the state, disk, memory. Adds notes.
+
+    Raises:
+      InputError: if no checkpoint is whole.
+      StorageFullError: if no checkpoint fits the disk.
+    """
+    train_step, notes = planned.train_step, origin.notes
+    notes += planned.run_plan.notes
+    origin.saved, more = set_aside_wrong_steps(origin.saved, train_step, origin.choose, processes)
     notes += [note for note in more if note not in notes]
-    notes += check_disk(train_step, saved, Path(cfg.run_dir) / "checkpoints", processes)
-    notes += memory_warnings(summary, prepared.limit)
-    print_summary(summary, train_step, console, prepared.planned.rows())
-    records = open_records(cfg, notes, console, processes)
+    checkpoints = Path(train_step.cfg.run_dir) / "checkpoints"
+    notes += check_disk(train_step, origin.saved, checkpoints, processes)
+    notes += memory_warnings(planned.summary, planned.limit)
+
+
+def restore(
+    start: Start,
+    origin: Origin,
+    train_step: TrainStep,
+    base: dict[str, str] | None,
+    records: Records,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Returns the state to go on from, and `Run.recent`: the losses up to it.
+
+    The state comes from hosts' memory if a newer step is there, else from the checkpoint, else from
+    `checkpoint.init_from`, else from the seed. Frozen weights always come from
+    `checkpoint.init_from`.
+    """
+    inputs, processes, console = start.inputs, start.processes, start.console
+    note = partial(note_once, console, records, origin.notes)
+    found = origin.memory.resume(
+        train_step, inputs.content, inputs.skipped, base, console, note
+    ) or resume(train_step, origin.saved, origin.choose, processes, console, note)
+    state, recent = (None, {}) if found is None else (found.state, recent_of(found.facts))
+    return initial_state(train_step, state, origin.source, console, processes), recent
+
+
+def open_records(
+    cfg: Config, notes: Sequence[str], console: Console, processes: Processes
+) -> Records:
+    """Writes the resolved config, opens the records, and shows and records the start's notes."""
+    run_dir = Path(cfg.run_dir)
     if processes.first:
-        _keep_for_exports(cfg, source)
-    base = base_of(cfg, source)
-    with watch.during("restore"):
-        told = partial(tell_note, console, records, notes)
-        resumed = memory.resume(
-            train_step, inputs.content, inputs.skipped, base, console, told
-        ) or resume(train_step, saved, choosing, processes, console, told)
-        state = initial_state(train_step, resumed and resumed.state, source, console, processes)
-    checkpoints = open_checkpoints(cfg, processes, records, console, copies)
-    meter = _begin_records(records, int(state.step), prepared, processes)
-    display = Display(console, cfg.train.num_steps, int(state.step))
-    kept = memory.begin(train_step, inputs.content, base, records, console)
-    run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
-    run.base, run.assignment, run.memory = base, assignment, kept
-    run.recent = {} if resumed is None else recent_of(resumed.facts)
-    _follow(run, prepared, int(state.step), monitored=measured is None)
-    return _run_to_end(run, state, meter)
+        save_json(cfg, run_dir / "config.json")
+    trackers = open_trackers(cfg) if processes.first else None
+    records = Records(run_dir, written=processes.first, trackers=trackers)
+    for text in notes:
+        note_once(console, records, (), text)
+    return records
 
 
-def _keep_for_exports(cfg: Config, source: Source | None) -> None:
-    """Writes into the run's directory what its exports carry along."""
-    keep_origin(source, Path(cfg.run_dir))
-    keep_tokenizer(cfg.data, Path(cfg.run_dir))
-
-
-def _follow(run: Run, prepared: Prepared, step: int, *, monitored: bool) -> None:
-    """Has a run record its experts' loads, and compare its steps with what was planned."""
-    planned, devices = prepared.planned, prepared.devices
-    if run.processes.first and run.cfg.model.has_experts:
-        run.expert_loads = ExpertLoads(Path(run.cfg.run_dir), run.cfg.train.num_steps)
-    if planned.plan is None:
+def note_once(console: Console, records: Records, known: Sequence[str], text: str) -> None:
+    """Shows and records a note of the start, unless it is known."""
+    if text in known:
         return
-    run.records.event("plan", step, seconds=planned.plan.predicted["seconds"])
-    if planned.topology is not None and monitored:
-        run.monitor = _monitor(run, planned.plan, planned.topology, devices)
+    console.print(text, highlight=False, soft_wrap=True)
+    records.event("note", 0, text=text)
 
 
-def _done(
-    cfg: Config,
-    inputs: Inputs,
-    saved: Saved | None,
-    notes: Sequence[str],
-    console: Console,
-    processes: Processes,
-) -> bool:
-    """Whether the run was finished before, which is said then."""
-    if saved is None:
-        return False
-    done = processes.from_first(partial(finished_message, cfg, inputs, saved))
-    for line in (*notes, done) if done else ():
-        console.print(line, highlight=False, soft_wrap=True)
-    return bool(done)
-
-
-def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -> PlanMonitor:
-    """Returns what compares steps with the plan; links are measured again with `plan.replan`."""
-
-    def again(told: ProgressFn) -> Topology:
-        return measure(run.cfg, devices, run.processes, told)[0]
-
-    return PlanMonitor(plan, topology, again if run.cfg.plan.replan else None)
-
-
-def _begin_records(records: Records, step: int, prepared: Prepared, processes: Processes) -> Meter:
+def record_start(records: Records, step: int, planned: PlannedStep, processes: Processes) -> Meter:
     """Records the start of a run. Returns its meter, which knows the peak of all devices."""
-    cfg, summary = prepared.train_step.cfg, prepared.summary
-    facts = describe_start(prepared.train_step, summary, processes)
+    cfg, summary = planned.train_step.cfg, planned.summary
+    facts = describe_start(planned.train_step, summary, processes)
     measured = sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype)))
     log = Path(cfg.run_dir) / "metrics.jsonl"
     peak = processes.from_first(lambda: highest_peak(log, facts, measured))
@@ -265,34 +337,6 @@ def _begin_records(records: Records, step: int, prepared: Prepared, processes: P
     )
 
 
-def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
-    """Runs the steps and the last evaluation. Returns the same as `train_planned`."""
-    try:
-        # One process of several fails at once here: a save under way would wait for all of them.
-        with run.display, run.processes:
-            state, stopped = run_with_rollbacks(run, state, meter)
-        with run.processes:
-            if not stopped:
-                finish(run, state)
-            run.end_memory()
-    except (DivergedError, ReplicasError):
-        # A restart goes on from the checkpoint that the message names, and not from a later step.
-        run.end_memory()
-        raise
-    finally:
-        run.watch.enter("finish")
-        run.checkpoints.close()
-        if run.memory is not None:
-            run.memory.close()
-        for problem in run.records.close():
-            run.display.note(f"warning: {problem}")
-        if run.expert_loads is not None:
-            run.expert_loads.close()
-    if stopped and run.mismatch is not None and run.mismatch.topology is not None:
-        return run.mismatch.topology
-    return RunEnd(None if run.reassigned else state, stopped, run.reassigned)
-
-
 def open_checkpoints(
     cfg: Config,
     processes: Processes,
@@ -300,7 +344,7 @@ def open_checkpoints(
     console: Console,
     copies: Copies | None = None,
 ) -> Checkpoints:
-    """Returns the run's checkpoints; failed saves and copies are recorded as soon as seen."""
+    """Returns the run's checkpoints. Failed saves and copies are recorded as soon as seen."""
 
     def failed(step: int, text: str) -> None:
         records.event("save_failed", step, text=text)
@@ -324,25 +368,3 @@ def open_checkpoints(
         copies=copies,
         copied=copied,
     )
-
-
-def open_records(
-    cfg: Config, notes: Sequence[str], console: Console, processes: Processes
-) -> Records:
-    """Writes the resolved config, opens the records, and shows and records the start's notes."""
-    run_dir = Path(cfg.run_dir)
-    if processes.first:
-        save_json(cfg, run_dir / "config.json")
-    trackers = open_trackers(cfg) if processes.first else None
-    records = Records(run_dir, written=processes.first, trackers=trackers)
-    for text in notes:
-        tell_note(console, records, (), text)
-    return records
-
-
-def tell_note(console: Console, records: Records, known: Sequence[str], text: str) -> None:
-    """Shows and records a note of the start, unless it is known."""
-    if text in known:
-        return
-    console.print(text, highlight=False, soft_wrap=True)
-    records.event("note", 0, text=text)

@@ -13,11 +13,11 @@ WINDOW = 3  # reports in a row outside the range before it measures again
 
 @dataclass(frozen=True)
 class PlanMismatch:
-    """Why a plan no longer holds.
+    """A difference between the steps of a run and its plan.
 
     Attributes:
       text: one line for the user.
-      topology: links and rates as they are now; None if they were not measured.
+      topology: links and rates as measured now; None if they were not measured.
     """
 
     text: str
@@ -33,28 +33,30 @@ class PlanMonitor:
         topology: Topology,
         measure: Callable[[ProgressFn], Topology] | None = None,
     ):
-        """Takes a function that measures links again, which all processes call at the same step.
+        """Takes the plan and the links that it was made for.
 
-        Without it steps are compared only: measuring stops a run for a minute or more.
+        Args:
+          measure: measures the links again; all processes call it at the same step. It stops a run
+            for a minute or more. None: steps are only compared.
         """
         self.predicted = float(plan.predicted["seconds"])
         self.terms = plan.predicted["terms"]
         self.topology, self.measure = topology, measure
-        self._outside, self._spoken = 0, False
+        self._outside, self._reported = 0, False
 
     def off(self, seconds_per_step: float) -> bool:
         """Whether steps have been outside the range for `WINDOW` reports."""
         low, high = WITHIN
         ratio = seconds_per_step / self.predicted
         self._outside = 0 if low <= ratio <= high else self._outside + 1
-        return self._outside >= WINDOW and not self._spoken
+        return self._outside >= WINDOW and not self._reported
 
     def mismatch(self, seconds_per_step: float, progress: ProgressFn) -> PlanMismatch:
-        """Says how steps differ from the plan; where it may, measures again and says why.
+        """Returns how steps differ from the plan. With `measure` it names a cause.
 
-        The cause is the rate that changed most in the direction of the steps.
+        The cause is the rate that changed most in the direction of the steps: slower or faster.
         """
-        self._spoken = True
+        self._reported = True
         ratio = seconds_per_step / self.predicted
         message = f"warning: a step takes {ratio:.2f} x what was predicted"
         largest = max(self.terms, key=lambda term: self.terms[term])

@@ -34,12 +34,13 @@ from moejax.runtime.start import platform_of, start
 from moejax.runtime.watch import Watch
 from moejax.screen import screen, waiting
 from moejax.step.train_step import TrainStep, build_step
+from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.records.profile import name_operations
 from moejax.train.records.summary import Summary, check_memory, summarize
-from moejax.train.start import fitting
+from moejax.train.start import no_mesh_errors
 
 PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
-PLANS = "plans"  # of a run whose hosts change: its plans, by devices
+PLANS = "plans"  # folder of a run whose hosts change: a plan for each number of devices
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,10 @@ class RunPlan:
 
 
 def kept_plan(cfg: Config) -> Config:
-    """Returns the config with the plan of its file, else that of the run directory, if any.
+    """Returns the config with the settings of its plan file, else of the run directory's plan.
 
-    A checkpoint's config has its plan's settings, and is compared with this.
+    Without a plan it is unchanged. The config of a checkpoint has its plan's settings, and is
+    compared with this.
     """
     path = Path(cfg.run_dir) / PLAN if cfg.plan.mode in MODES else Path(cfg.plan.mode)
     if not is_planned(cfg) or (cfg.plan.mode in MODES and not path.exists()):
@@ -101,13 +103,13 @@ def plan_run(
     console: Console,
     *,
     resuming: bool,
-    measured: Topology | None = None,
+    new_links: Topology | None = None,
 ) -> RunPlan:
     """Returns the run's config with everything chosen. All processes call it and get the same.
 
     Args:
       resuming: whether the run resumes; its plan is kept while it fits.
-      measured: newly measured links, which replace the configured ones.
+      new_links: newly measured links, which replace the configured ones.
 
     Raises:
       InputError: if the plan is for other devices, or no plan fits.
@@ -117,14 +119,14 @@ def plan_run(
     run_dir, mode = Path(cfg.run_dir), cfg.plan.mode
     if mode not in MODES:
         return _from_file(cfg, len(devices))
-    if resuming and measured is None:
+    if resuming and new_links is None:
         kept = processes.from_first(lambda: _vars(_plan_before(cfg, len(devices))))
         if kept is not None:
             return _planned(Plan(**kept), cfg, _topology_before(run_dir, len(devices)), ())
     cfg, kept = _with_pins(cfg, processes, resuming=resuming)
     if len(devices) == 1:
         return _of_one_device(cfg)
-    topology, notes = _topology(cfg, devices, processes, measured)
+    topology, notes = _topology(cfg, devices, processes, new_links)
     if processes.first:  # before the search, so that the next start need not measure
         run_dir.mkdir(parents=True, exist_ok=True)
         write_topology(topology, run_dir / TOPOLOGY)
@@ -145,13 +147,13 @@ def plan_run(
 
 
 def _of_one_device(cfg: Config) -> RunPlan:
-    """Returns the config of one device; refuses what takes effect on other meshes alone."""
+    """Returns the plan of one device. Refuses settings that have an effect only on several."""
     check_effects(replace(cfg, plan=PlanConfig(mode="hand")))
     return RunPlan(cfg)
 
 
 def _keep(plan: Plan, run_dir: Path) -> None:
-    """Writes the run's plan, and where hosts may change also a copy for when they come back."""
+    """Writes the run's plan. If hosts may change, also a copy for when as many come back."""
     save_plan(plan, run_dir / PLAN)
     if changes_hosts():
         (run_dir / PLANS).mkdir(exist_ok=True)
@@ -159,7 +161,7 @@ def _keep(plan: Plan, run_dir: Path) -> None:
 
 
 def _plan_before(cfg: Config, devices: int) -> Plan | None:
-    """Returns the plan of an earlier start on as many devices, which is then the run's again."""
+    """Returns the plan of an earlier start on as many devices, and makes it the run's again."""
     run_dir = Path(cfg.run_dir)
     for path in (run_dir / PLAN, run_dir / PLANS / f"{devices}.json"):
         plan = load_plan(path) if path.exists() else None
@@ -173,7 +175,7 @@ def _plan_before(cfg: Config, devices: int) -> Plan | None:
 def _with_pins(
     cfg: Config, processes: Processes, *, resuming: bool
 ) -> tuple[Config, frozenset[str]]:
-    """Returns the config, and settings that keep their values.
+    """Returns the config, and the settings that the search must not change.
 
     On resume the number of chunks is fixed: it shapes the checkpoint.
     """
@@ -201,7 +203,7 @@ def _topology_before(run_dir: Path, devices: int) -> Topology | None:
 
 
 def _of_devices(topology: Topology, devices: int) -> Topology | None:
-    """Returns a cluster with the nodes that so many devices fill; None if it cannot have them."""
+    """Returns the cluster with the nodes that so many devices fill; None if it has none such."""
     if topology.devices == devices:
         return topology
     nodes, left = divmod(devices, topology.sizes[0])
@@ -267,11 +269,11 @@ def _search(
 
 
 def _topology(
-    cfg: Config, devices: Sequence[Any], processes: Processes, measured: Topology | None
+    cfg: Config, devices: Sequence[Any], processes: Processes, new_links: Topology | None
 ) -> tuple[Topology, tuple[str, ...]]:
     """Returns the links to plan with: given, configured, kept from an earlier start, or probed."""
-    if measured is not None:
-        return measured, ()
+    if new_links is not None:
+        return new_links, ()
     if cfg.plan.topology is not None:
         topology = load_topology(cfg.plan.topology)
         if changes_hosts():
@@ -348,7 +350,7 @@ def _from_file(cfg: Config, devices: int) -> RunPlan:
 
 
 def _applied(plan: Plan, cfg: Config) -> Config:
-    """Returns the config with the plan's settings, and `plan` as the user set it."""
+    """Returns the config with the plan's settings, and `plan.mode` as for a search."""
     return change(plan.apply(cfg), {"plan.mode": "auto"})
 
 
@@ -362,8 +364,8 @@ def save_expert_load(load_LE: Any, path: Path) -> None:
     write_whole(path, json.dumps({"load": counts}) + "\n")
 
 
-class Prepared(NamedTuple):
-    """A step, and what it was made from.
+class PlannedStep(NamedTuple):
+    """A step on its mesh, and the plan that it follows.
 
     Attributes:
       devices: of the whole program.
@@ -372,26 +374,26 @@ class Prepared(NamedTuple):
     """
 
     devices: Sequence[Any]
-    planned: RunPlan
+    run_plan: RunPlan
     train_step: TrainStep
     limit: int
     summary: Summary
 
 
-def prepare(
+def prepare_step(
     cfg: Config,
     processes: Processes,
     console: Console,
     watch: Watch,
     *,
     resuming: bool,
-    measured: Topology | None,
-) -> Prepared:
+    new_links: Topology | None,
+) -> PlannedStep:
     """Starts the devices, plans, and traces the step. All processes call it.
 
     Args:
-      resuming: whether the run resumes, so that its plan is kept while it fits.
-      measured: newly measured links to plan with.
+      resuming: whether the run resumes: its plan is then kept while it fits.
+      new_links: newly measured links to plan with.
     Raises:
       InputError: if the devices are too few or too small.
       NoMeshError: the same of a run whose hosts may change.
@@ -399,10 +401,27 @@ def prepare(
     devices = start(cfg.mesh)
     name_operations(cfg.profile)
     platform = platform_of(devices)
-    with watch.during("plan"), fitting(devices):
-        planned = plan_run(cfg, devices, processes, console, resuming=resuming, measured=measured)
-        cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
+    with watch.during("plan"), no_mesh_errors(devices):
+        run_plan = plan_run(
+            cfg, devices, processes, console, resuming=resuming, new_links=new_links
+        )
+        cfg = resolve_mesh(run_plan.cfg, len(devices), platform, processes=processes.count)
         train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
         limit, summary = check_memory(train_step, processes), summarize(train_step)
-    processes.gather("traced")  # gloo gives up on one that comes half a minute later
-    return Prepared(devices, planned, train_step, limit, summary)
+    processes.gather("traced")  # gloo gives up on a process half a minute late
+    return PlannedStep(devices, run_plan, train_step, limit, summary)
+
+
+def build_monitor(planned: PlannedStep, processes: Processes) -> PlanMonitor | None:
+    """Returns the monitor that compares steps with their plan; None without a plan or its links.
+
+    With `plan.replan` it measures the links again when steps are not as predicted.
+    """
+    cfg, plan, topology = planned.train_step.cfg, planned.run_plan.plan, planned.run_plan.topology
+    if plan is None or topology is None:
+        return None
+
+    def measure_links(progress: ProgressFn) -> Topology:
+        return measure(cfg, planned.devices, processes, progress)[0]
+
+    return PlanMonitor(plan, topology, measure_links if cfg.plan.replan else None)

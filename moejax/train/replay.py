@@ -1,4 +1,4 @@
-"""Runs a step of a run again, and says whether it comes to the same bits.
+"""Runs a step of a run again, and checks whether it comes to the same bits.
 
 A step that differs was computed wrongly then or now: by a device, a kernel or a change of the code.
 Nothing is written, and a run that goes on meanwhile is not disturbed.
@@ -8,7 +8,6 @@ import fcntl
 import json
 import math
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ from moejax.train.start import (
     check_same_config,
     check_simulated_devices,
     initial_state,
-    leave_out,
+    restore_skipped,
 )
 
 MEASURED = {"loss": "loss", "gradient_norm": "gradient norm"}
@@ -57,7 +56,7 @@ MEASURED = {"loss": "loss", "gradient_norm": "gradient norm"}
 def replay(cfg: Config, step: int, console: Console) -> bool:
     """Runs a step of the run in `run_dir` again from the newest checkpoint before it.
 
-    Prints what it measures, and whether that and the state equal what the run logged and saved.
+    Prints its loss and gradient norm, and whether they and the state equal those of the run.
 
     Returns:
       Whether all that could be compared is equal, to the bit.
@@ -89,12 +88,12 @@ def _replay(
     if live is not None:
         _say(console, f"{live} trains in {run_dir} now; it may remove old checkpoints meanwhile")
     saved, notes = intact_before(run_dir, step, cfg.checkpoint.verify, processes)
-    source, more = _checked(cfg, saved, inputs, processes)
-    for text in (*notes, *more, *leave_out(inputs, saved, processes)):
+    source, more = _check(cfg, saved, inputs, processes)
+    for text in (*notes, *more, *restore_skipped(inputs, saved, processes)):
         _say(console, text)
-    train_step = _built(cfg, saved, processes, console)
+    train_step = _build(cfg, saved, processes, console)
     watch.enter("restore")
-    state = _restored(train_step, saved, source, console, processes)
+    state = _restore(train_step, saved, source, console, processes)
     _say(console, f"running steps {saved.step + 1} to {step} again from {saved.path}")
     state, metrics = _run(train_step, state, inputs, step, processes, watch)
     results = [*_compare_measured(metrics, logged), _compare_state(cfg, step, state, processes)]
@@ -108,7 +107,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def _holder(run_dir: Path) -> str | None:
-    """Returns who trains in a run directory now, in words; None if nobody does."""
+    """Returns the process that trains in a run directory now, in words; None if none does."""
     lock = run_dir / "lock"
     if not lock.is_file():
         return None
@@ -121,7 +120,7 @@ def _holder(run_dir: Path) -> str | None:
 
 
 def _logged(run_dir: Path, step: int) -> dict[str, float | None]:
-    """Returns what the run logged of a step: empty if nothing.
+    """Returns the numbers that the run logged of a step; empty if it logged none.
 
     Raises:
       InputError: if the run has not come to the step.
@@ -161,10 +160,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-def _checked(
+def _check(
     cfg: Config, saved: Saved, inputs: Inputs, processes: Processes
 ) -> tuple[Source | None, list[str]]:
-    """Checks what a resume would. Returns where frozen weights come from, and notes."""
+    """Checks config, data and mesh as a resume would. Returns the frozen weights, and notes."""
     changes = check_resumable(saved.manifest["config"], kept_plan(cfg), step=saved.step)
     notes = [f"setting changed since the checkpoint: {change}" for change in changes]
     allowed = cfg.checkpoint.allow_changed_data
@@ -181,7 +180,7 @@ def _checked(
 
 
 def _check_mesh(cfg: Config, saved: Saved) -> None:
-    """Checks that the mesh is the checkpoint's, as far as it is known.
+    """Checks that the mesh is the checkpoint's, as far as the mesh is known.
 
     Raises:
       InputError: if it is another: sums over other devices have other last bits.
@@ -200,7 +199,7 @@ def _check_mesh(cfg: Config, saved: Saved) -> None:
         )
 
 
-def _built(cfg: Config, saved: Saved, processes: Processes, console: Console) -> TrainStep:
+def _build(cfg: Config, saved: Saved, processes: Processes, console: Console) -> TrainStep:
     """Starts the devices and returns the run's step."""
     devices = start(cfg.mesh)
     platform = platform_of(devices)
@@ -216,7 +215,7 @@ def _built(cfg: Config, saved: Saved, processes: Processes, console: Console) ->
     return build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
 
 
-def _restored(
+def _restore(
     train_step: TrainStep,
     saved: Saved,
     source: Source | None,
@@ -226,7 +225,7 @@ def _restored(
     """Returns the state of a checkpoint.
 
     Raises:
-      InputError: if numbers are not those that were saved.
+      InputError: if it is damaged.
     """
     valid = same_reduction(saved.manifest, train_step)
     state = restore_state(saved, train_step.abstract, reduction=valid)
@@ -251,7 +250,7 @@ def _run(
     processes: Processes,
     watch: Watch,
 ) -> tuple[TrainState, Metrics]:
-    """Runs the steps up to `last`. Returns the state after it, and what it measured."""
+    """Runs the steps up to `last`. Returns the state after it, and its metrics."""
     schedule, step = CodecSchedule(train_step, processes, watch), int(state.step)
     metrics = None
     with inputs.batches(train_step, step, last) as batches:
@@ -267,7 +266,7 @@ def _run(
 def _compare_measured(
     metrics: Metrics, logged: dict[str, float | None]
 ) -> Iterator[tuple[bool, str]]:
-    """Yields of each number whether it is the logged one, and that in words."""
+    """Yields for each number whether it equals the logged one, and a line about it."""
     for name, shown in MEASURED.items():
         value = float(getattr(metrics, name))
         if name not in logged:
@@ -285,14 +284,14 @@ def _compare_measured(
 def _compare_state(
     cfg: Config, step: int, state: TrainState, processes: Processes
 ) -> tuple[bool, str]:
-    """Returns whether the state equals the checkpoint of the step, and that in words."""
+    """Returns whether the state equals the checkpoint of the step, and a line about it."""
     path = Path(cfg.run_dir) / "checkpoints" / str(step)
 
     def read() -> dict[str, Any] | None:
         known = step in finished_steps(path.parent)
         return read_manifest(path) if known else None
 
-    manifest = processes.from_first(partial(read))
+    manifest = processes.from_first(read)
     if manifest is None or not manifest.get("arrays"):
         return True, f"state: no checkpoint of step {step} with digests to compare it with"
     wrong = wrong_numbers(manifest, arrays_of(state), processes)

@@ -1,6 +1,6 @@
-"""The stages of a run before its first step: checks, choice of a checkpoint, first state.
+"""Stages of a start: checks, the choice of a checkpoint, the first state.
 
-Nothing here but `initial_state` touches a device; `checkpoint.restore` follows it.
+Only `initial_state` touches a device.
 """
 
 import json
@@ -45,8 +45,8 @@ from moejax.train.records.skipped_data import (
     FILE,
     is_abandoned,
     known_skipped,
+    quarantine_abandoned,
     read_skipped,
-    set_aside_abandoned,
     to_json,
 )
 from moejax.train.records.skipped_data import from_json as skipped_from_json
@@ -64,7 +64,7 @@ def check_simulated_devices(cfg: Config) -> None:
 
 
 def check_has_base(cfg: Config) -> None:
-    """Checks that adapters have weights beside which they are trained.
+    """Checks that a run with adapters names the weights that they adapt.
 
     Raises:
       InputError: if none are named.
@@ -79,10 +79,10 @@ def check_has_base(cfg: Config) -> None:
 def check_keep(cfg: Config) -> None:
     """Checks that a run keeps a checkpoint to fall back to.
 
-    Configs of older runs may keep one, so that this is no rule of the setting itself.
+    The setting itself allows 1, because configs of older runs may have it.
 
     Raises:
-      InputError: if it keeps one alone.
+      InputError: if `checkpoint.keep` is below 2.
     """
     if cfg.checkpoint.keep < 2:
         raise InputError(
@@ -105,13 +105,12 @@ def check_paths(cfg: Config) -> None:
     if cfg.checkpoint.memory_every is not None:
         place = cfg.checkpoint.memory_dir
         check_folder(Path(place), f"`checkpoint.memory_dir` = {place}")
-    begun = finished_steps(Path(cfg.run_dir) / "checkpoints")
-    if cfg.lora.rank is not None or not begun:
+    if cfg.lora.rank is not None or not finished_steps(Path(cfg.run_dir) / "checkpoints"):
         _source(cfg, "size", ALONE)
 
 
 def _source(cfg: Config, verify: str, processes: Processes) -> Source | None:
-    """Returns what `checkpoint.init_from` names; adapters must have something."""
+    """Returns the weights that `checkpoint.init_from` names, if any. Adapters must have some."""
     check_has_base(cfg)
     return find_source(cfg, verify, processes)
 
@@ -132,7 +131,7 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
 
 
 def open_copies(cfg: Config, processes: Processes) -> Copies | None:
-    """Returns the copies of the run's checkpoints, in process 0.
+    """Returns the copies of the run's checkpoints elsewhere, in process 0; None if none are made.
 
     Raises:
       InputError: in all processes, if their place cannot be reached.
@@ -147,30 +146,30 @@ def open_copies(cfg: Config, processes: Processes) -> Copies | None:
 def _newest(
     cfg: Config, processes: Processes, copies: Copies | None, before: int | None
 ) -> tuple[Saved | None, list[str]]:
-    """Returns the newest intact checkpoint, and notes; it may be a copy that is fetched."""
+    """Returns the newest intact checkpoint, and notes. A copy is fetched first if it is newer."""
     run_dir, verify = Path(cfg.run_dir), cfg.checkpoint.verify
     directory = run_dir / "checkpoints"
-    left = processes.from_first(lambda: set_aside_abandoned(run_dir, before))
+    abandoned = processes.from_first(lambda: quarantine_abandoned(run_dir, before))
     if cfg.checkpoint.copy_to is None:
         saved, notes = newest(directory, verify, processes)
-        return saved, [*left, *notes]
+        return saved, [*abandoned, *notes]
     damaged = None
     try:
         saved, notes = newest(directory, verify, processes)
     except InputError as error:  # all are damaged; the same in all processes
         saved, notes, damaged = None, [], error
-    than = None if saved is None else saved.step
+    newest_step = None if saved is None else saved.step
 
     def fetch() -> list[str]:
         passed_over = partial(is_abandoned, skipped=read_skipped(run_dir), before=before)
-        return copies.fetch_newer(directory, than, passed_over) if copies else []
+        return copies.fetch_newer(directory, newest_step, passed_over) if copies else []
 
-    more = processes.from_first(fetch)
-    if damaged is not None and not more:
+    fetched = processes.from_first(fetch)
+    if damaged is not None and not fetched:
         raise damaged
     notes += [str(damaged)] if damaged is not None else []
-    saved, again = newest(directory, verify, processes)
-    return saved, [*left, *notes, *more, *again]
+    saved, more = newest(directory, verify, processes)
+    return saved, [*abandoned, *notes, *fetched, *more]
 
 
 def choose_checkpoint(
@@ -182,11 +181,11 @@ def choose_checkpoint(
 ) -> tuple[Saved | None, Source | None, list[str]]:
     """Returns the checkpoint to resume, the one to take weights from, and notes.
 
-    There is one to take weights from where none is resumed, and always for frozen weights.
+    Weights are taken from a source if no checkpoint is resumed; frozen weights always are.
 
     Args:
-      copies: `open_copies`.
-      before: a step behind which the run goes back; none: it goes on from the newest checkpoint.
+      copies: from `open_copies`.
+      before: only checkpoints before this step count, as the run goes back; None: all count.
     """
     saved, notes = _newest(cfg, processes, copies, before)
     if saved is not None:
@@ -204,13 +203,13 @@ def choose_checkpoint(
     return saved, source, notes
 
 
-def leave_out(inputs: Inputs, saved: Saved | None, processes: Processes) -> list[str]:
-    """Has a run leave out the batches that it left out before. Returns notes.
+def restore_skipped(inputs: Inputs, saved: Saved | None, processes: Processes) -> list[str]:
+    """Has `inputs` leave out the batches that earlier starts of the run left out. Returns notes.
 
     Args:
       saved: the checkpoint to resume.
     Raises:
-      InputError: in all processes, if it is not clear which, or the rest of the data is too little.
+      InputError: in all processes, if their lists contradict each other, or the data is too short.
     """
     run_dir = Path(inputs.cfg.run_dir)
     listed = processes.from_first(lambda: to_json(known_skipped(run_dir, saved)))
@@ -227,7 +226,7 @@ def check_disk(
 ) -> list[str]:
     """Checks the disk space for future checkpoints, and that they can be written. Returns notes.
 
-    Their size is that of the newest checkpoint, else of the state in memory.
+    Each is assumed as large as the newest checkpoint, else as the state in memory.
 
     Raises:
       InputError: if nothing can be written there.
@@ -255,8 +254,10 @@ def check_disk(
 
 
 @contextmanager
-def fitting(devices: Sequence[Any]) -> Iterator[None]:
-    """Tells apart, where hosts of a run may change, that no mesh fits those there are.
+def no_mesh_errors(devices: Sequence[Any]) -> Iterator[None]:
+    """Raises an error of its own if no mesh fits the devices, where a run's hosts may change.
+
+    Its supervisors then try fewer hosts.
 
     Raises:
       NoMeshError: in place of an InputError.
@@ -273,7 +274,9 @@ def claim(run_dir: Path, patience_s: float = 0.0) -> RunLock:
     """Makes the run directory and takes its lock.
 
     Args:
-      patience_s: seconds that another run may still hold it.
+      patience_s: seconds to wait while another run holds it.
+    Raises:
+      InputError: if another run still holds it, or the directory cannot be written.
     """
     until = time.monotonic() + patience_s
     try:
@@ -301,7 +304,7 @@ def initial_state(
 ) -> TrainState:
     """Returns the resumed state, else the source's weights, else drawn weights.
 
-    Frozen weights come from `source` in any case.
+    Frozen weights always come from `source`.
     """
     lora, abstract = train_step.abstract.frozen is not None, train_step.abstract
     if source is not None and (lora or resumed is None):
@@ -321,7 +324,7 @@ def initial_state(
 def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
     """Returns the message of a finished run; None if it has work left.
 
-    A run that was stopped in its last evaluation still has that to do.
+    A run that was stopped in its last evaluation still has this evaluation left.
     """
     if saved.step < cfg.train.num_steps:
         return None

@@ -1,4 +1,4 @@
-"""The steps of a run: the loop, and what it reports, checks, saves and evaluates between steps."""
+"""The loop over the steps of a run; between them reports, checks, saves and evaluations."""
 
 import time
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from moejax.train.faults.bad_steps import RECENT, StepCheck
 from moejax.train.faults.replicas import check_replicas
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
-from moejax.train.records.metrics import Meter, losses_of
+from moejax.train.records.metrics import losses_of
 from moejax.train.records.profile import Profile
 from moejax.train.records.skipped_data import ENTRY, to_json
 from moejax.train.run import Run
 
 
-def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
+def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Runs the loop. Returns the state, and whether it was asked to stop early.
 
     Raises:
@@ -40,7 +40,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     stopping = Stop(run.processes)
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     shown, saving = "", (cfg.checkpoint.save_every, cfg.checkpoint.memory_every)
-    if meter.started is None:  # not after going back: it is compiled then
+    if run.meter.started is None:  # after going back it is compiled already
         compile_step(run, schedule, step, state)
     with (
         closing(profile),
@@ -56,11 +56,11 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
             step += 1
-            end_profile(run, profile, meter, step, metrics, schedule.program)
-            check.before(step, metrics)
+            end_profile(run, profile, step, metrics, schedule.program)
+            check.check_previous(step, metrics)
             run.display.step(step)
-            if meter.started is None or step == last or step % cfg.train.log_every == 0:
-                report(run, meter, step, metrics)
+            if run.meter.started is None or step == last or step % cfg.train.log_every == 0:
+                report(run, step, metrics)
             stop = stopping.after(step, interrupt.requested or run.hosts_change)
             if step == last or stop or due(step, *saving):
                 check.settle(step, metrics)
@@ -70,11 +70,11 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             else:
                 between_saves(run, step, state, suspicious=check.suspicious)
             run.record_saved(run.checkpoints.finished())
-            if step < last and (stop or (saves and run.mismatch is not None)):
+            if step < last and (stop or (saves and run.new_links is not None)):
                 stop_early(run, step, interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
-                evaluate_part(run, state, step, meter, lambda: interrupt.requested)
+                evaluate_part(run, state, step, lambda: interrupt.requested)
             run.watch.enter("input", step + 1)
     return state, False
 
@@ -88,38 +88,35 @@ def compile_step(run: Run, schedule: CodecSchedule, step: int, state: TrainState
 
 
 def show_codecs(run: Run, step: int, codecs: str, shown: str) -> str:
-    """Says which codecs a step has, where they are not those that were shown; returns them."""
+    """Shows the codecs of a step if they are not those shown last. Returns them."""
     if codecs != shown:
         note(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
     return codecs
 
 
-def evaluate_part(
-    run: Run, state: TrainState, step: int, meter: Meter, asked: Callable[[], bool]
-) -> None:
-    """Evaluates on a part of the held-out text; rates leave out the time it takes."""
+def evaluate_part(run: Run, state: TrainState, step: int, asked: Callable[[], bool]) -> None:
+    """Evaluates on a part of the held-out text. Rates do not count the time."""
     began = time.perf_counter()
 
-    def given_up() -> bool:
+    def must_stop() -> bool:
         return asked() or run.hosts_change
 
     with run.watch.during("evaluate", step):
-        evaluate(run, state, step, run.cfg.train.eval_batches, given_up)
-    meter.pause(time.perf_counter() - began)
+        evaluate(run, state, step, run.cfg.train.eval_batches, must_stop)
+    run.meter.pause(time.perf_counter() - began)
 
 
 def end_profile(
     run: Run,
     profile: Profile,
-    meter: Meter,
     step: int,
     metrics: Any,
     program: Callable[[], str],
 ) -> None:
-    """Ends the profile if `step` was its last; rates leave out the time to write its trace."""
+    """Ends the profile if `step` was its last. Rates do not count the time to write the trace."""
     began = time.perf_counter()
     if profile.after(step, metrics.loss, program):
-        meter.pause(time.perf_counter() - began)
+        run.meter.pause(time.perf_counter() - began)
         text = f"profile: xprof --logdir {profile.directory}"
         note(run, "profile", step, text, directory=str(profile.directory))
 
@@ -128,17 +125,17 @@ def stop_early(run: Run, step: int, asked: bool) -> None:
     """Ends the loop before its last step: as asked, for other hosts, or to plan again.
 
     Args:
-      asked: whether this process was asked to stop; after planning again that would be forgotten.
+      asked: whether this process was asked to stop. It comes first: a new plan would forget it.
     """
     run.record_saved(run.checkpoints.wait())
     why = run.assignment.proposed if run.assignment is not None else None
     asked_by, whys = zip(*run.processes.gather([asked, why]), strict=True)
     if any(asked_by):
-        run.mismatch = None
+        run.new_links = None
         run.display.note(f"stopped at step {step}; run the same command to go on")
         run.records.event("stopped", step)
     elif why := next(filter(None, whys), None):
-        run.mismatch, run.reassigned = None, True
+        run.new_links, run.reassigned = None, True
         run.display.note(f"step {step}  hosts change: {why}")
         run.records.event("hosts_change", step, text=why)
     else:
@@ -156,8 +153,9 @@ def due(step: int, *every: int | None) -> bool:
     return any(one is not None and step % one == 0 for one in every)
 
 
-def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
+def report(run: Run, step: int, metrics: Any) -> None:
     """Shows and records the step's metrics. The first call starts the clock."""
+    meter = run.meter
     if meter.started is None:
         run.records.event("first_step", step, loss=losses_of(metrics)[0])
         meter.start(step)
@@ -190,8 +188,7 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
             mismatch = monitor.mismatch(seconds, progress)
     run.display.note(mismatch.text)
     run.records.event("note", step, text=mismatch.text)
-    if mismatch.topology is not None:
-        run.mismatch = mismatch
+    run.new_links = mismatch.topology
 
 
 def compare(run: Run, step: int, state: TrainState) -> None:
@@ -208,7 +205,7 @@ def compare(run: Run, step: int, state: TrainState) -> None:
 
 
 def between_saves(run: Run, step: int, state: TrainState, *, suspicious: bool) -> None:
-    """Compares copies of the state, and keeps it in memory, where that is due.
+    """Compares the devices' copies of the state, and saves it to hosts' memory, where due.
 
     Args:
       suspicious: whether the last steps may be bad (`StepCheck`).

@@ -51,14 +51,14 @@ def main() -> int:
     from moejax.train.__main__ import main as train
     from moejax.train.faults import bad_steps
 
-    class FaultySkips(bad_steps.Skips):
+    class FaultyCounter(bad_steps.SkipCounter):
         def after(self, step, metrics):
             mine = os.environ.get("MOEJAX_PROCESS", "0") == str(args.process)
             if mine and step >= args.step and not args.once.exists():
                 fail(args.fault, args.once)
             return super().after(step, metrics)
 
-    bad_steps.Skips = FaultySkips
+    bad_steps.SkipCounter = FaultyCounter
     return train(args.command[1:])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from moejax.errors import InputError, NoMeshError
 from moejax.runtime.assignment import VARIABLE, changes_hosts, find_assignment
-from moejax.train.start import claim, fitting
+from moejax.train.start import claim, no_mesh_errors
 
 
 @pytest.fixture
@@ -84,10 +84,13 @@ def test_a_process_that_is_no_longer_wanted_is_told(place):
 
 
 def test_a_mesh_that_does_not_fit_is_told_apart_where_hosts_change(place, monkeypatch):
-    with pytest.raises(NoMeshError, match=r"no mesh fits 3 devices\. a rule"), fitting([1, 2, 3]):
+    with (
+        pytest.raises(NoMeshError, match=r"no mesh fits 3 devices\. a rule"),
+        no_mesh_errors([1, 2, 3]),
+    ):
         raise InputError("a rule")
     monkeypatch.delenv(VARIABLE)
-    with pytest.raises(InputError, match="a rule"), fitting([1, 2, 3]):
+    with pytest.raises(InputError, match="a rule"), no_mesh_errors([1, 2, 3]):
         raise InputError("a rule")
 
 

@@ -15,7 +15,7 @@ from moejax.data.tokens import MemorySource
 from moejax.step.state import Metrics, Reduction, TrainState
 from moejax.train.inputs import Inputs
 from moejax.train.records.display import Display
-from moejax.train.records.metrics import Records
+from moejax.train.records.metrics import Meter, Records
 from moejax.train.run import Run
 from tests.cases import step_for
 
@@ -111,6 +111,13 @@ def build_run(cfg: Config, folder: Path, *, held_out=None, **programs):
         Inputs(cfg, order, held_out, ByteTokenizer(), 62),
         Saves(folder / "checkpoints"),
         Records(folder),
+        Meter(
+            tokens_per_step=1,
+            flops_per_token=1,
+            peak=1.0,
+            num_steps=cfg.train.num_steps,
+            schedule=lambda updates: 0.0,
+        ),
         Display(console, cfg.train.num_steps, 0),
         console,
     ), shown

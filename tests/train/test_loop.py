@@ -14,7 +14,6 @@ from moejax.errors import DivergedError, ReplicasError
 from moejax.runtime.processes import Processes
 from moejax.train import steps
 from moejax.train.plan_monitor import PlanMismatch
-from moejax.train.records.metrics import Meter
 from moejax.train.steps import compare_with_plan, run_steps
 from tests.annotations import without_annotations
 from tests.cases import small_config
@@ -27,16 +26,6 @@ BAD = {"loss": math.nan, "norm": math.nan}
 def config(num_steps, *, save_every=None, **train):
     cfg = small_config(train={"num_steps": num_steps, "eval_every": None, **train})
     return dataclasses.replace(cfg, checkpoint=CheckpointConfig(save_every=save_every))
-
-
-def meter(cfg):
-    return Meter(
-        tokens_per_step=1,
-        flops_per_token=1,
-        peak=1.0,
-        num_steps=cfg.train.num_steps,
-        schedule=lambda updates: 0.0,
-    )
 
 
 @pytest.fixture
@@ -68,7 +57,7 @@ def events(folder, name):
 def test_a_resumed_run_goes_on_with_the_data_where_it_was(training):
     seen, cfg = [], config(6)
     run, _ = training(cfg, seen=seen)
-    _, stopped = run_steps(run, initial_state(step=3), meter(cfg))
+    _, stopped = run_steps(run, initial_state(step=3))
     assert not stopped
     wanted = [run.inputs.train.rows(step, 0, 8).token_BT for step in (3, 4, 5)]
     np.testing.assert_array_equal(seen, wanted)
@@ -78,7 +67,7 @@ def test_a_skipped_update_is_told_with_what_was_not_finite(training, tmp_path):
     cfg = config(9)
     bad = {3: BAD, 4: BAD, 7: {"loss": 2.5, "norm": math.inf}}
     run, shown = training(cfg, bad)
-    run_steps(run, initial_state(skipped=5), meter(cfg))
+    run_steps(run, initial_state(skipped=5))
     said = [line for line in shown.getvalue().splitlines() if "warning" in line]
     assert said == [  # the second in a row is only recorded
         "warning: update of step 3 skipped: the loss is nan",
@@ -94,7 +83,7 @@ def test_too_many_skipped_in_a_row_end_the_run_and_the_last_good_checkpoint_is_n
     # Two in a row are allowed.
     run, _ = training(cfg, dict.fromkeys((2, 3, *range(7, 31)), BAD))
     with pytest.raises(DivergedError) as found:
-        run_steps(run, initial_state(), meter(cfg))
+        run_steps(run, initial_state())
     text = " ".join(str(found.value).split())
     assert "Updates of steps 7 to 9 were skipped: the loss is nan. " in text
     assert f"from before them is {tmp_path / 'checkpoints' / '6'}. " in text
@@ -110,12 +99,12 @@ def test_a_run_without_a_good_checkpoint_says_so_or_goes_on_if_told(training, li
     cfg = config(last, max_skipped=limit, rollbacks=0 if limit else 2)
     run, _ = training(cfg, dict.fromkeys(range(last - 2, last + 1), BAD))
     if limit is None:
-        assert int(run_steps(run, initial_state(), meter(cfg))[0].step) == last
+        assert int(run_steps(run, initial_state())[0].step) == last
         assert run.checkpoints.steps == [last]
         return
     # The last step of all is looked at before it is saved.
     with pytest.raises(DivergedError, match="No checkpoint is from before"):
-        run_steps(run, initial_state(), meter(cfg))
+        run_steps(run, initial_state())
     assert run.checkpoints.steps == []
 
 
@@ -124,7 +113,7 @@ def test_steps_without_targets_are_neither_losses_nor_spikes(training, tmp_path)
     none = {"loss": 0.0, "has_targets": np.array([False])}
     high = {"loss": 9.0}
     run, _ = training(cfg, {n: high if n > 54 else none for n in (*range(2, 40, 2), 55, 56, 57)})
-    run_steps(run, initial_state(), meter(cfg))
+    run_steps(run, initial_state())
     (spike,) = events(tmp_path, "spike")
     assert (spike["step"], spike["median"]) == (57, 1.0)
     assert 0.0 not in run.recent["losses"]
@@ -147,7 +136,7 @@ class Mailbox(Processes):
 def test_who_was_asked_to_stop_where_another_plan_follows_is_heard(training, asked):
     cfg = config(9, save_every=3)
     run, shown = training(cfg)
-    run.mismatch, run.processes = PlanMismatch("", cluster()), Mailbox(asked == "other")
+    run.new_links, run.processes = cluster(), Mailbox(asked == "other")
     save = run.checkpoints.save
 
     def signalled(*arguments):
@@ -156,9 +145,9 @@ def test_who_was_asked_to_stop_where_another_plan_follows_is_heard(training, ask
             signal.raise_signal(signal.SIGTERM)
 
     run.checkpoints.save = signalled
-    state, early = run_steps(run, initial_state(), meter(cfg))
+    state, early = run_steps(run, initial_state())
     assert (int(state.step), early) == (3, True)
-    assert (run.mismatch is None) == bool(asked)
+    assert (run.new_links is None) == bool(asked)
     assert ("stopped at step 3; run the same command" in shown.getvalue()) == bool(asked)
     assert ("planning again" in shown.getvalue()) != bool(asked)
 
@@ -174,7 +163,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(training, tmp_path):
         return step(state, batch)
 
     run.train_step.step.function = signalled
-    state, stopped = run_steps(run, initial_state(), meter(cfg))
+    state, stopped = run_steps(run, initial_state())
     assert (int(state.step), stopped) == (4, True)
     assert run.checkpoints.steps == [4]
     assert [event["step"] for event in events(tmp_path, "stopped")] == [4]
@@ -207,7 +196,7 @@ def test_steps_are_compared_with_the_plan_and_links_measured_where_that_may_be(
             return PlanMismatch("why", topology)
 
     run = SimpleNamespace(
-        mismatch=None,
+        new_links=None,
         processes=SimpleNamespace(gather=lambda seconds: [0.25, seconds]),
         records=SimpleNamespace(event=lambda name, step, **more: did.append((name, step, more))),
         display=SimpleNamespace(note=did.append, busy=nullcontext),
@@ -220,7 +209,7 @@ def test_steps_are_compared_with_the_plan_and_links_measured_where_that_may_be(
     told = ["why", ("note", 8, {"text": "why"})]
     measured = [("plan", 8)] * measures
     assert did == [("predicted", 8, {"ratio": 0.5}), 0.25, *([*measured, 0.25, *told] * off)]
-    assert (run.mismatch is not None) == (topology is not None)
+    assert (run.new_links is not None) == (topology is not None)
 
 
 def test_copies_that_differ_are_recorded_before_the_run_ends(training, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from rich.console import Console
 from moejax.config.load import from_dict
 from moejax.config.schema import CheckpointConfig
 from moejax.runtime.processes import ALONE, Processes
-from moejax.train.loop import open_checkpoints, open_records, tell_note
+from moejax.train.loop import note_once, open_checkpoints, open_records
 from tests.cases import small_config
 
 
@@ -48,8 +48,8 @@ def test_the_first_process_writes_config_and_notes(cfg, tmp_path, index):
     shown = io.StringIO()
     console = Console(file=shown, width=200)
     records = open_records(cfg, ["first", "second"], console, Processes(index, 2))
-    tell_note(console, records, ["first"], "first")
-    tell_note(console, records, ["first"], "third")
+    note_once(console, records, ["first"], "first")
+    note_once(console, records, ["first"], "third")
     records.close()
     assert shown.getvalue().splitlines() == ["first", "second", "third"]
     written = sorted(path.name for path in tmp_path.iterdir() if path.is_file())

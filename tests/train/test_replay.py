@@ -85,7 +85,7 @@ def test_what_cannot_be_run_again_is_refused_before_a_device_is_touched(
 ):
     cfg = config(trained)
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **mesh))
-    monkeypatch.setattr(replay, "_built", None)
+    monkeypatch.setattr(replay, "_build", None)
     with pytest.raises(InputError) as found:
         replay.replay(cfg, step, replay.Console(quiet=True))
     assert said in str(found.value)

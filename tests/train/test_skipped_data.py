@@ -13,8 +13,8 @@ from moejax.train.records.skipped_data import (
     FILE,
     is_abandoned,
     known_skipped,
+    quarantine_abandoned,
     read_skipped,
-    set_aside_abandoned,
     to_json,
     write_skipped,
 )
@@ -77,11 +77,11 @@ def test_checkpoints_that_a_run_went_back_behind_are_set_aside_and_no_others(tmp
     write(tmp_path, 8, [])
     write(tmp_path, 9, LEFT)
     (write(tmp_path, 10, LEFT[:1]) / MANIFEST).write_text("{")  # damaged: not looked into
-    notes = set_aside_abandoned(tmp_path)
+    notes = quarantine_abandoned(tmp_path)
     assert [note.split()[1] for note in notes] == ["7", "8"]
     assert sorted(finished_steps(tmp_path / "checkpoints")) == [4, 6, 9, 10]
-    assert set_aside_abandoned(tmp_path) == []
-    set_aside_abandoned(tmp_path, before=6)
+    assert quarantine_abandoned(tmp_path) == []
+    quarantine_abandoned(tmp_path, before=6)
     assert finished_steps(tmp_path / "checkpoints") == [4]
 
 

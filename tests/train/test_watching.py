@@ -43,7 +43,7 @@ def test_a_step_is_in_one_report_whatever_follows_it(tmp_path, watched):
     watch, log = watched
     go(watch, 1, 8, save=(3, 6), evaluate=(3, 4))
     watch.enter("finish")
-    log.tell()
+    log.flush()
     done = [step for first, last in reported(tmp_path) for step in range(first, last + 1)]
     assert done == list(range(1, 9))
     seconds = read_goodput(tmp_path).seconds
@@ -60,7 +60,7 @@ def test_a_run_that_is_stopped_reports_no_step_below_its_last(tmp_path, watched)
         pass
     watch.enter("finish")  # of no step
     watch.enter("end", 0)
-    log.tell()
+    log.flush()
     assert reported(tmp_path) == [(61, 62), (63, 62)], "the second is the rest of step 62"
 
 
@@ -70,7 +70,7 @@ def test_a_run_that_goes_back_begins_again_below(tmp_path, watched):
     watch.enter("step", 7)  # was started before the run knew
     watch.enter("restore", 7)
     go(watch, 5, 9)
-    log.tell()
+    log.flush()
     assert reported(tmp_path) == [(1, 4), (5, 7), (5, 9)]
 
 
@@ -81,14 +81,14 @@ def test_steps_are_told_every_ten_seconds_and_with_the_stages_that_they_took(
     monkeypatch.setattr(watching, "time", clock)
     monkeypatch.setattr(watch_module, "time", clock)
     watch, log = Watch(watched[1].ended), watched[1]
-    log._told = 0.0
+    log._written = 0.0
     for step in range(1, 9):
         watch.enter("input", step)
         clock.now += 0.5
         watch.enter("step", step)
         clock.now += 2.0
     watch.enter("finish")
-    log.tell()
+    log.flush()
     assert reported(tmp_path) == [(1, 5), (6, 8)], "the fifth ends after 12.5 seconds"
     lines = map(json.loads, (tmp_path / "events" / "0.jsonl").read_text().splitlines())
     steps = [line for line in lines if line["event"] == "steps"]
@@ -101,7 +101,7 @@ def test_a_stage_that_goes_on_is_told_once_with_all_its_seconds(tmp_path, watche
         log.ended("evaluate", 4, seconds)
     log.ended("save", 4, 0.25)
     log.ended("evaluate", 8, 5.0)
-    log.tell()
+    log.flush()
     lines = map(json.loads, (tmp_path / "events" / "0.jsonl").read_text().splitlines())
     stages = [(s["stage"], s["step"], s["seconds"]) for s in lines if s["event"] == "stage"]
     assert stages == [("evaluate", 4, 3.0), ("save", 4, 0.25), ("evaluate", 8, 5.0)]
@@ -133,7 +133,7 @@ def test_a_hang_is_in_the_log_with_its_stage_before_the_process_ends(
     monkeypatch.setattr(watching, "end_process", lambda *what: ended.append(what))
     go(watch, 1, 3)
     watch.enter("save", 3)
-    watching._end(watch, log, "process 1 is behind")
+    watching._end_hung(watch, log, "process 1 is behind")
     lines = list(map(json.loads, (tmp_path / "events" / "0.jsonl").read_text().splitlines()))
     assert lines[-2]["event"] == "steps"
     last = lines[-1]

@@ -1,5 +1,5 @@
-"""What a run does about bad numbers and faulty devices.
+"""Faults in a run, and the answers to them.
 
-`bad_steps` with `spikes` (numbers), `replicas` (copies that differ), `watching` (processes that
-hang).
+`bad_steps` with `spikes` (skipped updates, jumps of the loss), `replicas` (devices whose copies of
+the state differ), `watching` (processes that hang).
 """

@@ -1,6 +1,6 @@
-"""Looks at what each step measured: updates that were skipped, and losses that jump.
+"""Checks the metrics of each step for skipped updates and for losses that jump.
 
-All processes see the same numbers, so all come to the same end at the same step.
+All processes see the same numbers, so all decide the same at the same step.
 """
 
 import math
@@ -32,11 +32,16 @@ class Skipped(NamedTuple):
         return f"the loss is {self.loss}"
 
 
-class Skips:
+class SkipCounter:
     """Counts skipped updates in a row."""
 
     def __init__(self, total: int, in_a_row: int = 0):
-        """Takes how many updates the run has skipped so far, and how many of its last ones."""
+        """Starts from the counts of an earlier start.
+
+        Args:
+          total: updates that the run has skipped so far.
+          in_a_row: how many of them are its last ones.
+        """
         self._total, self.in_a_row = total, in_a_row
 
     def after(self, step: int, metrics: Metrics) -> Skipped | None:
@@ -53,7 +58,7 @@ RECENT = "recent_losses"  # an entry of manifests: `Run.recent`
 
 
 class BadSteps(NamedTuple):
-    """Steps whose numbers are bad: the first and the last of them, and what was seen, in words."""
+    """The first and the last of some steps with bad numbers, and the finding in words."""
 
     first: int
     last: int
@@ -61,30 +66,34 @@ class BadSteps(NamedTuple):
 
 
 class GoBackError(Exception):
-    """Ends the loop of a run that goes back to before its bad steps; nobody else sees it."""
+    """Ends the loop of a run that goes back to before its bad steps. `rollback` catches it."""
 
     def __init__(self, bad: BadSteps, interrupt: Interrupt):
-        """Takes the steps, and what says whether this process was asked to stop meanwhile."""
+        """Takes the interrupt too: meanwhile this process may have been asked to stop."""
         super().__init__(bad.seen)
         self.bad, self.interrupt = bad, interrupt
 
 
 def recent_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a manifest tells of the losses before it; older ones tell nothing."""
+    """Returns a manifest's entry about the losses before it; empty in older manifests."""
     return facts.get(RECENT, {})
 
 
 class StepCheck:
-    """Reports bad steps of a run; has it go back, or ends it."""
+    """Reports bad steps of a run, and makes it go back or end."""
 
     def __init__(self, run: Run, skipped: int, interrupt: Interrupt):
-        """Takes how many updates were skipped so far; goes on from what `run.recent` tells."""
+        """Goes on from the losses in `run.recent`.
+
+        Args:
+          skipped: updates that the run has skipped so far.
+        """
         recent, self._run, self._interrupt = run.recent, run, interrupt
-        self._skips = Skips(skipped, recent.get("skipped_in_a_row", 0))
+        self._skips = SkipCounter(skipped, recent.get("skipped_in_a_row", 0))
         known = recent.get("losses", []), recent.get("high_in_a_row", 0)
         self._spikes = Spikes(run.cfg.train.spike_threshold, *known)
         self._running: Metrics | None = None
-        # Rarer checkpoints leave one from before a spike, as two are kept at least.
+        # With rarer saves one of the two newest checkpoints is from before a spike.
         often = (run.cfg.checkpoint.save_every or STEPS) < STEPS
         self._waits_for_spikes = often and run.cfg.train.on_spike == "roll_back"
 
@@ -97,20 +106,20 @@ class StepCheck:
         high = self._waits_for_spikes and self._spikes.suspected
         return self._skips.in_a_row > 0 or high
 
-    def before(self, step: int, metrics: Metrics) -> None:
-        """Takes what a step measures that runs now, and looks at the step before it.
+    def check_previous(self, step: int, metrics: Metrics) -> None:
+        """Takes the metrics of the step that runs now, and checks the step before it.
 
-        At most one step runs while the next is prepared, so that a stop, a report or a save waits
-        for one step only. Raises as `after` does.
+        At most one step runs while the next is prepared, so a stop, a report or a save waits for
+        one step only. Raises as `after` does.
         """
         if self._running is not None:
             self.after(step - 1, self._running)
         self._running = metrics
 
     def settle(self, step: int, metrics: Metrics) -> None:
-        """Looks at a step before it is saved, and has `run.recent` tell what was seen up to it.
+        """Checks a step before it is saved, and updates `run.recent`, which is saved with it.
 
-        So a start that goes on from there decides as this one would. Raises as `after` does.
+        A start that resumes from there then decides as this one would. Raises as `after` does.
         """
         self._running = None
         self.after(step, metrics)
@@ -121,7 +130,7 @@ class StepCheck:
         }
 
     def after(self, step: int, metrics: Metrics) -> None:
-        """Takes what a step measured, which waits for it; call in order.
+        """Checks the metrics of a step, which waits for it. Steps come in order.
 
         Raises:
           GoBackError: if the run goes back, in all processes at the same step.
@@ -129,18 +138,18 @@ class StepCheck:
         """
         skipped = self._skips.after(step, metrics)
         if skipped is not None:
-            self._tell_skipped(skipped)
+            self._report_skipped(skipped)
             if skipped.in_a_row == self._run.cfg.train.max_skipped:
                 self._go_back_or_end(skipped)
         elif has_targets(metrics):
             spike = self._spikes.after(step, float(metrics.loss))
             if spike is not None:
-                self._tell_spike(spike)
+                self._report_spike(spike)
 
     def _rollbacks_left(self) -> int:
         return self._run.cfg.train.rollbacks - len(self._run.inputs.skipped)
 
-    def _tell_skipped(self, skipped: Skipped) -> None:
+    def _report_skipped(self, skipped: Skipped) -> None:
         self._run.records.event(
             "skipped", skipped.step, loss=skipped.loss, gradient_norm=skipped.gradient_norm
         )
@@ -152,12 +161,12 @@ class StepCheck:
     def _go_back_or_end(self, skipped: Skipped) -> None:
         first = skipped.step - skipped.in_a_row + 1
         if self._rollbacks_left() <= 0:
-            raise diverged(self._run, skipped, first)
+            raise divergence(self._run, skipped, first)
         seen = f"updates of steps {first} to {skipped.step} were skipped: {skipped.reason}"
         raise GoBackError(BadSteps(first, skipped.step, seen), self._interrupt)
 
-    def _tell_spike(self, spike: Spike) -> None:
-        """Tells a spike, and has the run go back if it should and may."""
+    def _report_spike(self, spike: Spike) -> None:
+        """Reports a spike, and makes the run go back if it should and may."""
         run, train = self._run, self._run.cfg.train
         run.records.event("spike", spike.step, loss=spike.loss, median=spike.median)
         seen = (
@@ -171,8 +180,8 @@ class StepCheck:
         run.display.note(f"warning: {seen}{used}")
 
 
-def diverged(run: Run, skipped: Skipped, first: int) -> DivergedError:
-    """Returns the error of a run whose updates were skipped from step `first` on; records it."""
+def divergence(run: Run, skipped: Skipped, first: int) -> DivergedError:
+    """Records that a run diverged, and returns the error. Step `first` is the first skipped one."""
     run.record_saved(run.checkpoints.wait())
     directory = run.checkpoints.directory
     steps = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])

@@ -1,4 +1,4 @@
-"""Compares the copies of a state: a device that silently computed something else is named.
+"""Compares the copies of a state, and names a device that silently computed something else.
 
 Every device that holds a copy of a part of the state must hold the same bits. Each device adds up
 its own copies (`digests`), and the sums are compared; nothing of the state is sent.
@@ -17,7 +17,7 @@ SHOWN = 4  # arrays that a message names
 
 
 def differing_copies(arrays: Mapping[str, jax.Array], processes: Processes) -> str | None:
-    """Returns which devices hold copies that differ from the others, in words; None if none does.
+    """Returns the devices whose copies differ from the others', in words; None if all are equal.
 
     All processes call it and get the same. Waits for the arrays.
     """
@@ -27,7 +27,7 @@ def differing_copies(arrays: Mapping[str, jax.Array], processes: Processes) -> s
         if copied(x)
     }
     everywhere = processes.gather(here)
-    odd: dict[str, list[str]] = defaultdict(list)  # what differs, by devices
+    odd: dict[str, list[str]] = defaultdict(list)  # keys of arrays, by devices
     for key in here:
         copies: dict[tuple[int, ...], dict[str, str]] = defaultdict(dict)
         for index, found in enumerate(everywhere):
@@ -49,7 +49,7 @@ def copied(x: jax.Array) -> bool:
 
 
 def _odd(sums: Mapping[str, str]) -> str:
-    """Returns the devices whose sum is not that of most; all of them if no sum is; "" if none."""
+    """Returns the devices whose sum is not the majority's; all without one; "" if all agree."""
     counts = Counter(sums.values()).most_common(2)
     if len(counts) < 2:
         return ""

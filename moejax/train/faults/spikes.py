@@ -1,9 +1,10 @@
 """Finds losses that jump and stay: a spike.
 
-A loss is high if it lies above the median of the losses before by `threshold` standard deviations,
-which are taken as 1.4826 times the median absolute deviation. `STEPS` high losses in a row are a
-spike; a single one is a bad batch. High losses do not enter the median, so that a slow rise does
-not hide itself, until they have lasted as long as the window: then they are the new level.
+A loss is high if it exceeds the median of the losses before it by more than `threshold` standard
+deviations. The standard deviation is estimated as 1.4826 times the median absolute deviation.
+`STEPS` high losses in a row are a spike; a single one is a bad batch. High losses do not enter the
+median, else a slow rise would hide itself. Once they have lasted as long as the window they are the
+new level.
 
 False alarms and delays are measured by `python -m benchmarks.learning.spikes`.
 """
@@ -15,10 +16,11 @@ from typing import NamedTuple
 
 STEPS = 3  # high losses in a row
 WINDOW = 128  # losses of which the median is taken, as in MaxText's skip_step_on_spikes
-LEAST = 32  # losses without which none is called high
+LEAST = 32  # with fewer losses none is called high
 TO_DEVIATION = 1.4826  # of a normal distribution: standard over median absolute deviation
-# Smallest standard deviation, as a share of the median: without it losses that are all alike, as
-# with a learning rate of 0, would make every last bit high. bfloat16 has eight bits: 0.004.
+# Smallest standard deviation, as a share of the median. Without it any change in the last bit would
+# be high after losses that are all equal, as with a learning rate of 0. bfloat16 has eight bits:
+# 0.004.
 FLOOR = 0.001
 
 
@@ -32,13 +34,14 @@ class Spike(NamedTuple):
 
 
 class Spikes:
-    """Looks at the losses of a run, step after step."""
+    """Finds spikes in the losses of a run, step after step."""
 
     def __init__(self, threshold: float | None, losses: Iterable[float] = (), in_a_row: int = 0):
-        """Takes how many standard deviations above the median a loss is high; None: never.
+        """Starts anew, or goes on where an earlier start ended.
 
         Args:
-          losses: `losses` of an earlier start, whose next loss comes first.
+          threshold: standard deviations above the median from which a loss is high; None: never.
+          losses: `losses` of the earlier start.
           in_a_row: its `in_a_row`.
         """
         self._threshold = threshold
@@ -47,7 +50,7 @@ class Spikes:
 
     @property
     def losses(self) -> list[float]:
-        """The losses of which the median is taken."""
+        """The losses over which the median is taken."""
         return list(self._losses)
 
     @property
@@ -61,7 +64,7 @@ class Spikes:
         return 0 < self._in_a_row < STEPS
 
     def after(self, step: int, loss: float) -> Spike | None:
-        """Takes the finite loss of a step. Returns a spike at its last step, once."""
+        """Takes the finite loss of a step. Returns a spike once, at its `STEPS`-th high loss."""
         if self._threshold is None:
             return None
         median = self._high_above(loss)

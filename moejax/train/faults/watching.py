@@ -16,11 +16,11 @@ from moejax.runtime.processes import Processes
 from moejax.runtime.watch import STEPPING, Deadlines, Watch, Watchdog, end_process
 
 DIRECTORY = "events"  # in the run directory: one file a process
-TOLD_EVERY_S = 10.0  # stages of steps are short: they are summed for as long
+WRITE_EVERY_S = 10.0  # stages of steps are short: their seconds are summed for so long
 
 
 class ProcessLog:
-    """The events of this process: when it was in which stage, and what happened to it."""
+    """The event log of this process: its stages with their seconds, and its faults."""
 
     def __init__(self, run_dir: Path, index: int):
         directory = run_dir / DIRECTORY
@@ -29,25 +29,25 @@ class ProcessLog:
         self._log = EventLog(directory / f"{index}.jsonl")
         self._last: tuple[str, int, float] | None = None  # a stage that may go on
         self._sums: dict[str, float] = {}
-        self._first: int | None = None  # the first step that the sums are of
+        self._first: int | None = None  # the first step in the sums
         self._done = 0  # the last step that is done
-        self._told = time.monotonic()
+        self._written = time.monotonic()
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Adds an event."""
         self._log.write(event, step=step, **values)
 
     def ended(self, stage: str, step: int, seconds: float) -> None:
-        """Records a stage that has ended; those of steps are summed."""
+        """Records a stage that has ended. Stages of steps are summed first."""
         if stage not in STEPPING:
-            self._tell_steps()
+            self._write_steps()
             if self._last is not None and self._last[:2] == (stage, step):
                 seconds += self._last[2]  # such as the batches of an evaluation
             else:
-                self._tell_stage()
+                self._write_stage()
             self._last = (stage, step, seconds)
             return
-        self._tell_stage()
+        self._write_stage()
         self._sums[stage] = self._sums.get(stage, 0) + seconds
         if stage == "input":
             self._done = step - 1
@@ -55,25 +55,25 @@ class ProcessLog:
         self._first = self._first or self._done + 1
         if stage == "step":
             self._done = step
-            if time.monotonic() - self._told > TOLD_EVERY_S:
-                self._tell_steps()
+            if time.monotonic() - self._written > WRITE_EVERY_S:
+                self._write_steps()
 
-    def _tell_stage(self) -> None:
+    def _write_stage(self) -> None:
         if self._last is not None:
             stage, step, seconds = self._last
             self.write("stage", step, stage=stage, seconds=round(seconds, 3))
         self._last = None
 
-    def _tell_steps(self) -> None:
+    def _write_steps(self) -> None:
         if self._first is not None:
             sums = {f"{stage}_s": round(seconds, 3) for stage, seconds in self._sums.items()}
             self.write("steps", self._done, first=self._first, **sums)
-        self._sums, self._first, self._told = {}, None, time.monotonic()
+        self._sums, self._first, self._written = {}, None, time.monotonic()
 
-    def tell(self) -> None:
-        """Records what is still kept back."""
-        self._tell_steps()
-        self._tell_stage()
+    def flush(self) -> None:
+        """Writes the sums and the stage that are still held back."""
+        self._write_steps()
+        self._write_stage()
 
     def close(self) -> None:
         """Closes the file."""
@@ -85,12 +85,12 @@ def watching(cfg: Config, processes: Processes) -> Iterator[Watch]:
     """Opens this process's log and starts the watchdog; ends both.
 
     Yields:
-      What the stages of the run are told to.
+      The watch, which is told of each stage that the run enters.
     """
     log = ProcessLog(Path(cfg.run_dir), processes.index)
     log.write("begin", 0, host=socket.gethostname(), pid=os.getpid(), processes=processes.count)
     watch = Watch(log.ended)
-    hang = partial(_end, watch, log)
+    hang = partial(_end_hung, watch, log)
     watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes, hang)
 
     def before_steps() -> str | None:
@@ -100,19 +100,19 @@ def watching(cfg: Config, processes: Processes) -> Iterator[Watch]:
     try:
         with stops_at_sigterm(before_steps):
             yield watch
-        _say_end(watch, log)
+        _write_end(watch, log)
     except BaseException as error:
-        _say_end(watch, log, error=type(error).__name__)
+        _write_end(watch, log, error=type(error).__name__)
         raise
     finally:
         watchdog.close()
         log.close()
 
 
-def _say_end(watch: Watch, log: ProcessLog, **values: str) -> None:
+def _write_end(watch: Watch, log: ProcessLog, **values: str) -> None:
     step = watch.now[0].step
     watch.enter("end", step)
-    log.tell()
+    log.flush()
     log.write("end", step, **values)
 
 
@@ -130,9 +130,9 @@ def deadlines_of(cfg: WatchdogConfig) -> Deadlines:
     )
 
 
-def _end(watch: Watch, log: ProcessLog, found: str) -> None:
+def _end_hung(watch: Watch, log: ProcessLog, found: str) -> None:
     """Records a hang, and ends the process."""
     place = watch.now[0]
-    log.tell()
+    log.flush()
     log.write("hang", place.step, stage=place.stage, text=found)
     end_process(found, log.hang_file)

@@ -1,9 +1,9 @@
 """Saves of a run's state to the memory of its hosts, beside the steps.
 
-A step waits while each process copies its pieces from the devices into a slot. What follows runs in
-a thread: digests, the copy for the next host, and last the record. When the next save is due the
-processes tell each other how the last one ended, so all of them reuse the same slot: the one that
-does not hold the newest step that is complete everywhere.
+A step waits while each process copies its pieces from the devices into a slot. A thread does the
+rest: digests, the copy for the next host, and last the record. Before the next save the processes
+exchange how the last one ended. All of them then overwrite the same slot: not the one with the
+newest step that is complete everywhere.
 """
 
 import hashlib
@@ -32,18 +32,18 @@ from moejax.train.memory.slots import (
     sealed,
 )
 
-Told = Callable[..., None]  # (event, step, **values)
+OnEvent = Callable[..., None]  # (event, step, **values)
 
 
-class Ended(NamedTuple):
-    """How a save ended here.
+class SaveResult(NamedTuple):
+    """The result of a save in this process.
 
     Attributes:
       stall_s: seconds that the step waited while its state was copied.
       whole_s: seconds until the copy on the next host was complete.
       nbytes: of this process's slot.
       sent: bytes that went to the next host.
-      error: why it failed; None if it did not.
+      error: the reason of a failure; None if it succeeded.
     """
 
     step: int
@@ -62,7 +62,7 @@ class MemoryCheckpoints:
         members: Members,
         abstract: Mapping[str, Any],
         facts: Mapping[str, Any],
-        told: Told,
+        on_event: OnEvent,
         *,
         held: int | None = None,
     ):
@@ -71,12 +71,12 @@ class MemoryCheckpoints:
         Args:
           abstract: the shapes and shardings of the state's arrays, by key.
           facts: entries of a manifest about the run.
-          told: is told of events: of saves, and of those that were skipped or failed.
-          held: the slot with the step that the run goes on from, if it came from memory.
+          on_event: called with (event, step, **values) of each save: saved, skipped or failed.
+          held: 0 or 1: the slot with the step that the run resumed; None if not from memory.
         Raises:
           InputError: in all processes, if a host has no room for its slots.
         """
-        self._members, self._facts, self._told = members, facts, told
+        self._members, self._facts, self._on_event = members, facts, on_event
         self._kinds = {k: [list(x.shape), x.dtype.name] for k, x in abstract.items()}
         index, hosts = members.processes.index, members.hosts
         shares = place(holders_of(abstract), hosts)
@@ -95,14 +95,14 @@ class MemoryCheckpoints:
             for sender, target in enumerate(neighbours(hosts))
             if target == index
         }
-        self._good = held  # the slot that must not be overwritten
+        self._newest = held  # the slot with the newest step that is complete everywhere
         self._next = 0 if held is None else 1 - held
-        self._pending: Future[Ended] | None = None
+        self._pending: Future[SaveResult] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory checkpoint")
         self._reserve()
 
     def _reserve(self) -> None:
-        """Maps the slots, but for one that holds a step in another size."""
+        """Maps the slots, except one that holds the resumed step in another size."""
         members = self._members
         sized = [(slot, self._bytes) for slot in self._slots]
         sized += [(slot, inbox.nbytes) for inbox in self._inboxes.values() for slot in inbox.slots]
@@ -110,7 +110,7 @@ class MemoryCheckpoints:
         needed, stored = (sum(here[one][at] for one in members.beside) for at in (0, 1))
         members.processes.together(lambda: check_room(members.folder, needed, stored))
         for number, (slot, size) in enumerate(sized):
-            if number % 2 != self._good or slot.stored == size:
+            if number % 2 != self._newest or slot.stored == size:
                 slot.prepare(size)
         if members.server is not None:
             members.server.inboxes = self._inboxes
@@ -122,17 +122,17 @@ class MemoryCheckpoints:
         facts: Mapping[str, Any],
         waiting: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Copies the state, and returns; the copy for the next host follows in a thread.
+        """Copies the state. A thread sends the copy for the next host afterwards.
 
-        A save whose predecessor is not complete everywhere is skipped: the run does not wait.
+        If the save before is not complete everywhere this one is skipped: the run does not wait.
 
         Args:
           facts: entries of a manifest about the step.
-          waiting: is entered while the step has ended and its state is copied.
+          waiting: context that is entered while the state is copied.
         """
         busy = self._pending is not None and not self._pending.done()
         if any(self._members.processes.gather(busy)):
-            self._told("memory_skipped", step)
+            self._on_event("memory_skipped", step)
             return
         self._settle()
         jax.block_until_ready(state)
@@ -140,7 +140,7 @@ class MemoryCheckpoints:
             self._copy(step, state, facts)
 
     def _copy(self, step: int, state: Mapping[str, jax.Array], facts: Mapping[str, Any]) -> None:
-        """Copies the state into the next slot, and starts what follows."""
+        """Copies the state into the next slot, and gives the rest to the thread."""
         began, slot = time.perf_counter(), self._slots[self._next]
         slot.forget()
         sums = add_up(state)
@@ -149,27 +149,27 @@ class MemoryCheckpoints:
             fill(slot, self._rooms, state)
         except OSError as error:  # no room for a slot of another size than before
             self._pending = Future()
-            self._pending.set_result(Ended(step, 0, 0, self._bytes, self._prefix, str(error)))
+            self._pending.set_result(SaveResult(step, 0, 0, self._bytes, self._prefix, str(error)))
             return
         stall = time.perf_counter() - began
         record = {"step": step, "facts": {**self._facts, **facts}}
         self._pending = self._thread.submit(self._finish, record, self._next, sums, began, stall)
 
     def _settle(self) -> None:
-        """Agrees on how the last save ended, and tells of it."""
+        """Agrees with all processes on how the last save ended, and reports it."""
         if self._pending is None:
             return
         here, self._pending = self._pending.result(), None
-        ends = [Ended(*one) for one in self._members.processes.gather(list(here))]
+        ends = [SaveResult(*one) for one in self._members.processes.gather(list(here))]
         failed = [f"process {n}: {end.error}" for n, end in enumerate(ends) if end.error]
         if failed:
             more = f", and {len(failed) - 1} processes more" if len(failed) > 1 else ""
-            self._told("memory_failed", here.step, text=failed[0] + more)
+            self._on_event("memory_failed", here.step, text=failed[0] + more)
             return
-        self._good, self._next = self._next, 1 - self._next
+        self._newest, self._next = self._next, 1 - self._next
         if self._members.turn[0] == 0:
             self._sweep()
-        self._told(
+        self._on_event(
             "memory_saved",
             here.step,
             bytes=sum(end.nbytes for end in ends),
@@ -179,7 +179,7 @@ class MemoryCheckpoints:
         )
 
     def _sweep(self) -> None:
-        """Removes slots of an earlier start that had other processes: a newer step is whole."""
+        """Removes slots of an earlier start with other processes: a newer step is complete."""
         members = self._members
         names = [name for process in members.beside for name in names_of(process)]
         for sender, target in enumerate(neighbours(members.hosts)):
@@ -189,21 +189,21 @@ class MemoryCheckpoints:
 
     def _finish(
         self, facts: dict[str, Any], number: int, sums: DeviceSums, began: float, stall: float
-    ) -> Ended:
-        """Sends what the next host keeps, then writes the record. Its error is told later."""
+    ) -> SaveResult:
+        """Sends the next host its copy, then writes the record. Returns an error if one occurs."""
         error = None
         try:
             self._complete(facts, number, sums.here())
         except Exception as raised:  # of the network, the file system or the device
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         whole = time.perf_counter() - began
-        return Ended(facts["step"], stall, whole, self._bytes, self._prefix, error)
+        return SaveResult(facts["step"], stall, whole, self._bytes, self._prefix, error)
 
     def _complete(self, facts: dict[str, Any], number: int, sums: Json) -> None:
         members, slot = self._members, self._slots[number]
         record = {
             "run": members.run,
-            "begun": members.begun,
+            "begun": members.start_id,
             **facts,
             "process": members.processes.index,
             "processes": members.processes.count,
@@ -224,7 +224,7 @@ class MemoryCheckpoints:
         slot.commit(of(len(self._rooms), self._bytes, digest.hexdigest()))
 
     def end(self) -> None:
-        """Ends the saves and removes what hosts hold: the run does not need it. All call it."""
+        """Ends the saves and removes all copies. All processes call it."""
         if self._pending is not None:
             self._pending.result()
         self._settle()  # all processes agree that nobody sends any more
@@ -233,6 +233,6 @@ class MemoryCheckpoints:
             remove(self._members.folder)
 
     def close(self) -> None:
-        """Waits for the save under way, and stops; what hosts hold stays."""
+        """Waits for the save under way, and stops. The copies stay."""
         self._thread.shutdown()
         self._members.close()

@@ -1,10 +1,10 @@
 """Slots on their way between hosts, over TCP.
 
 Every process of a program of several listens at one port of its own. A connection begins with a
-line of JSON, which has the token that the processes agreed upon at the start; one without it is
-closed. Two kinds are served: `put` brings what a process of another host keeps here, `get` asks for
-parts of the slots that lie on this host. Bytes that follow a line are as many as both sides know
-beforehand. Nothing that arrives is executed.
+line of JSON with the token that the processes agreed upon at the start; a connection without it is
+closed. Two kinds are served: `put` stores the copy of a process of another host here, `get` reads
+parts of the slots on this host. Both sides know beforehand how many bytes follow a line. Nothing
+that arrives is executed.
 """
 
 import hashlib
@@ -35,21 +35,21 @@ from moejax.train.memory.slots import (
 )
 
 LINE_BYTES = 1 << 16  # of a line of JSON
-PATIENCE_S = 30.0  # without any byte; then the other side counts as gone
+PATIENCE_S = 30.0  # without any byte, after which the other side counts as gone
 FIRST_LINE_S = 10.0
 RETRY_S = 0.1  # after the system refused a connection
 
 
 class ExchangeError(Exception):
-    """Another process did not take or give what it should. The message says why."""
+    """Another process refused a transfer or broke it off. The message says why."""
 
 
 class Inbox(NamedTuple):
-    """The slots for what one process sends.
+    """The slots for the copies of one sender.
 
     Attributes:
-      nbytes: what it sends each time.
-      slots: the two slots that it is written to.
+      nbytes: of each copy.
+      slots: the two slots, of which a copy is written to one.
       lock: held while one of them is written.
     """
 
@@ -84,15 +84,15 @@ class Server:
             except OSError:
                 if self._closed.wait(RETRY_S):
                     return
-                continue  # too many files are open, or who came has gone
+                continue  # too many files are open, or the caller has gone
             served = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             try:
                 served.start()
-            except RuntimeError:  # too many threads: whoever came is told by the end
+            except RuntimeError:  # too many threads: the caller sees the connection end
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answers one connection. What breaks off, or is no member of the run, is closed."""
+        """Answers one connection. Closes it if it breaks off or comes from outside the run."""
         with connection, connection.makefile("rb") as reader, suppress(OSError, ExchangeError):
             connection.settimeout(FIRST_LINE_S)
             asked = read_line(reader)
@@ -109,7 +109,7 @@ class Server:
                 connection.sendall(line({"error": f"{error}"[:500]}))
 
     def _take(self, asked: Mapping[str, Any], reader: BinaryIO, connection: socket.socket) -> None:
-        """Writes what a process sends to the slot that it names."""
+        """Writes the copy of a sender to the slot that it names."""
         inbox = self.inboxes.get(asked["process"])
         if inbox is None:
             raise SlotError("nothing is expected from that process")
@@ -196,12 +196,12 @@ class RemoteSlot:
 def put(
     address: tuple[str, int], token: str, slot: int, data: np.ndarray, record: Mapping[str, Any]
 ) -> None:
-    """Sends bytes and their record to a process of the next host; returns when it has both.
+    """Sends bytes and their record to a process of the next host. Returns when it has both.
 
     Args:
       slot: 0 or 1.
     Raises:
-      ExchangeError: if it does not take them.
+      ExchangeError: if the other process refuses them.
       OSError: if it does not answer for `PATIENCE_S`.
     """
     text = json.dumps(record).encode()
@@ -227,9 +227,9 @@ def put(
 
 
 def send(connection: socket.socket, data: np.ndarray | bytes) -> None:
-    """Sends bytes; the connection's timeout is of each part that the other side takes.
+    """Sends bytes in parts. The connection's timeout holds for each part.
 
-    `sendall` would give it to all of them together.
+    With `sendall` it would hold for all of them together.
     """
     left = memoryview(data)
     while left:
@@ -245,7 +245,7 @@ def read_line(reader: BinaryIO, *, end: bool = False) -> dict[str, Any]:
     """Reads an object from a line of JSON.
 
     Args:
-      end: whether the connection may end here; the object is empty then.
+      end: whether the connection may end here; the result is then empty.
     Raises:
       ExchangeError: if there is none, or it is longer than `LINE_BYTES`.
     """
@@ -267,7 +267,7 @@ def read_into(reader: BinaryIO, out: np.ndarray) -> str:
     """Fills bytes from a connection. Returns their SHA-256.
 
     Raises:
-      ExchangeError: if the connection ends before.
+      ExchangeError: if the connection ends before all bytes have come.
     """
     digest = hashlib.sha256()
     whole, at = memoryview(out), 0

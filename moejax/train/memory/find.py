@@ -1,7 +1,7 @@
-"""Finds the newest step that is whole in the memory of the hosts that are there.
+"""Finds the newest step of which the hosts hold all parts in memory.
 
-Every process looks at a share of its host's slots, and all of them exchange what they found, so
-that they come to the same result. Touches no device.
+Every process reads a share of its host's slots. All of them exchange their findings, so they come
+to the same result. Touches no device.
 """
 
 import math
@@ -21,14 +21,14 @@ from moejax.train.memory.slots import (
 )
 
 
-class Held(NamedTuple):
+class IntactSlot(NamedTuple):
     """A slot that is as it was written.
 
     Attributes:
-      holder: a process of the host that it lies on.
+      holder: a process of the host with the slot.
       name: of the slot.
-      process: which process wrote what is in it.
-      rooms: its pieces, and where each begins.
+      process: the process whose pieces it holds.
+      rooms: its pieces, and where each begins, in bytes.
       sums: that process's part of the digests of numbers.
     """
 
@@ -39,37 +39,37 @@ class Held(NamedTuple):
     sums: Mapping[str, Any]
 
 
-class Found(NamedTuple):
-    """A step that is whole.
+class IntactStep(NamedTuple):
+    """A step of which all parts are there.
 
     Attributes:
-      begun: the start that saved it.
+      start_id: of the start that saved it.
+      held: the slots that hold it.
       kinds: shape and dtype of each array of the state, by key.
       facts: entries of a manifest about the run.
     """
 
     step: int
-    begun: str
-    held: list[Held]
+    start_id: str
+    held: list[IntactSlot]
     kinds: dict[str, list[Any]]
     facts: dict[str, Any]
 
     @property
     def slot(self) -> int:
-        """Which of the two slots of each process it lies in."""
+        """The slot of each process that holds it: 0 or 1."""
         return int(self.held[0].name[-1])
 
 
 def find(
     members: Members, newer_than: int, passed_over: Collection[tuple[int, str]] = ()
-) -> tuple[Found | None, list[str]]:
-    """Returns the newest whole step after `newer_than`, and notes about steps that are not whole.
+) -> tuple[IntactStep | None, list[str]]:
+    """Returns the newest intact step after `newer_than`, and notes about steps with missing parts.
 
-    Slots that are damaged, or of another run, are removed. All processes call it, and return the
-    same.
+    Slots that are damaged, or of another run, are removed. All processes call it and get the same.
 
     Args:
-      passed_over: (step, start that saved it) of steps that are not taken.
+      passed_over: (step, identity of the start that saved it) of steps to leave out.
     """
     own, notes = _survey(members)
     listed = [
@@ -77,19 +77,21 @@ def find(
         for name, record in own.items()
     ]
     everywhere = members.processes.gather([listed, notes])
-    told = [note for _, there in everywhere for note in there]
+    all_notes = [note for _, there in everywhere for note in there]
     steps: dict[tuple[int, str], int] = {}
     for known, _ in everywhere:
-        steps |= {(step, begun): count for _, begun, step, _, count in known if step > newer_than}
-    for (step, begun), count in sorted(steps.items(), reverse=True):
-        if (step, begun) in passed_over:
+        steps |= {
+            (step, start_id): count for _, start_id, step, _, count in known if step > newer_than
+        }
+    for (step, start_id), count in sorted(steps.items(), reverse=True):
+        if (step, start_id) in passed_over:
             continue
-        found, missing, damaged = _whole(members, own, step, begun, count)
-        told += damaged
+        found, missing, damaged = _whole(members, own, step, start_id, count)
+        all_notes += damaged
         if found is not None:
-            return found, told
-        told.append(f"step {step} in memory is not whole: {missing}")
-    return None, told
+            return found, all_notes
+        all_notes.append(f"step {step} in memory is not whole: {missing}")
+    return None, all_notes
 
 
 def _survey(members: Members) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -97,7 +99,7 @@ def _survey(members: Members) -> tuple[dict[str, dict[str, Any]], list[str]]:
     records, notes = {}, []
     turn, count = members.turn
     for name in names_in(members.folder):
-        # By name, not by place in the list: others remove slots from it meanwhile.
+        # By name, not by position in the list: others remove slots from it meanwhile.
         if writer_of(name) % count != turn:
             continue
         try:
@@ -107,32 +109,32 @@ def _survey(members: Members) -> tuple[dict[str, dict[str, Any]], list[str]]:
             else:
                 discard(members.folder, name)
         except SlotError as error:
-            notes += set_aside(members, name, str(error))
+            notes += remove_damaged(members, name, str(error))
     return records, notes
 
 
-def set_aside(members: Members, name: str, damage: str) -> list[str]:
-    """Removes a slot that is not as it was written. Returns the note."""
+def remove_damaged(members: Members, name: str, damage: str) -> list[str]:
+    """Removes a slot that is damaged. Returns a note about it."""
     discard(members.folder, name)
     return [f"copy in memory {members.folder / name} removed: {damage}"]
 
 
 def _whole(
-    members: Members, own: Mapping[str, dict[str, Any]], step: int, begun: str, count: int
-) -> tuple[Found | None, str, list[str]]:
-    """Returns a step if all of it is there, else what is missing; and notes of damaged slots.
+    members: Members, own: Mapping[str, dict[str, Any]], step: int, start_id: str, count: int
+) -> tuple[IntactStep | None, str, list[str]]:
+    """Returns a step if all parts are there, else a missing part in words; and notes.
 
     Args:
       own: records of this process's share of the slots.
-      count: how many processes saved the step.
+      count: number of processes that saved the step.
     """
     intact, notes = [], []
     for name, record in own.items():
-        if (record["step"], record["begun"]) == (step, begun):
+        if (record["step"], record["begun"]) == (step, start_id):
             try:
                 check_slot(members.folder, name, record)
             except SlotError as error:
-                notes += set_aside(members, name, str(error))
+                notes += remove_damaged(members, name, str(error))
             else:
                 facts = record["facts"] if record["process"] == 0 else None
                 one = [name, record["process"], record["pieces"], record["sums"]]
@@ -142,16 +144,16 @@ def _whole(
     held, kinds, facts = [], {}, {}
     for holder, (slots, _) in enumerate(everywhere):
         for name, process, pieces, sums, arrays, about in slots:
-            held.append(Held(holder, name, process, pieces_of({"pieces": pieces}), sums))
+            held.append(IntactSlot(holder, name, process, pieces_of({"pieces": pieces}), sums))
             kinds, facts = arrays, about or facts
     missing = _missing(held, kinds, count)
     if missing is not None:
         return None, missing, notes
-    return Found(step, begun, held, kinds, facts), "", notes
+    return IntactStep(step, start_id, held, kinds, facts), "", notes
 
 
-def _missing(held: Sequence[Held], kinds: Mapping[str, Any], count: int) -> str | None:
-    """Returns what no host holds, in words; None if all is there.
+def _missing(held: Sequence[IntactSlot], kinds: Mapping[str, Any], count: int) -> str | None:
+    """Returns a part that no host holds, in words; None if no part is missing.
 
     Pieces of one save are equal or disjoint, so their numbers say whether they cover an array.
     """

@@ -1,4 +1,4 @@
-"""The folder of a run in a host's memory, which nobody else can read or change."""
+"""The folder of a run in a host's memory, closed to other users."""
 
 import hashlib
 import os
@@ -35,10 +35,10 @@ def host_name() -> str:
 
 
 def machine_of(folder: Path) -> str:
-    """Returns what tells the memory of this host from others', which may have the same name.
+    """Returns an identity of this host's memory. Names do not suffice: hosts may share one.
 
-    It is the start of this machine's system, and the folder's own number: containers of one machine
-    have folders of their own.
+    It joins the boot of this machine with the folder's device and inode, because containers of one
+    machine have folders of their own.
     """
     info = folder.stat()
     with suppress(OSError):
@@ -78,7 +78,7 @@ def open_folder(folder: Path) -> None:
 
 
 def _check_own(path: Path) -> None:
-    info = path.lstat()  # of a link itself: whoever made it chooses where it leads
+    info = path.lstat()  # of a link itself: its owner chooses where it leads
     mode = stat.S_IMODE(info.st_mode)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or mode & 0o077:
         kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no folder"
@@ -93,13 +93,13 @@ def _refuse(path: Path, seen: str) -> None:
 
 
 def check_room(folder: Path, needed: int, reusable: int) -> None:
-    """Checks that what a host keeps fits beside what others have there.
+    """Checks that the slots of a host fit into its memory.
 
     Args:
       needed: bytes of all slots of the host.
       reusable: bytes of the slots that an earlier start left there.
     Raises:
-      InputError: if it does not.
+      InputError: if they do not fit.
     """
     free = shutil.disk_usage(folder).free + reusable
     if free < needed:
@@ -111,7 +111,7 @@ def check_room(folder: Path, needed: int, reusable: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes the folder of a host, and that of the run if no other host has one there."""
+    """Removes the folder of a host, and the run's folder if no other host has one in it."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.parent.rmdir()

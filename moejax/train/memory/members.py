@@ -1,7 +1,4 @@
-"""The processes of a run that keep its state in memory: their hosts, and how they reach each other.
-
-All of them open it together, before a device is touched.
-"""
+"""The processes of a run that keep its state in memory: their hosts and addresses."""
 
 import json
 import secrets
@@ -21,15 +18,16 @@ IDENTITY = "memory.json"
 
 @dataclass(frozen=True)
 class Members:
-    """What each process knows of all.
+    """The processes of a run. Each of them has the same facts of all.
 
     Attributes:
-      hosts: the host of each process, as what tells it from others: names may be equal.
-      addresses: where each listens; a program of one process does not.
-      token: the secret of this start, which every connection begins with.
+      hosts: the host of each process, by name and identity: names may be equal.
+      addresses: (host, port) where each process listens. A program of one process does not listen.
+      server: of this process; None in a program of one.
+      token: the secret of this start, with which every connection begins.
       folder: of this host, for this run.
-      run: identity of the run; slots of another one in the same folder count for nothing.
-      begun: identity of this start. Slots of one step from two starts are not mixed.
+      run: identity of the run. Slots of other runs in the same folder are ignored.
+      start_id: identity of this start. Slots of one step from two starts are not mixed.
     """
 
     processes: Processes
@@ -39,7 +37,7 @@ class Members:
     server: Server | None
     folder: Path
     run: str
-    begun: str
+    start_id: str
 
     @property
     def beside(self) -> list[int]:
@@ -49,7 +47,7 @@ class Members:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Which of the processes of its host this one is, and how many there are."""
+        """The position of this process among those of its host, and their number."""
         return self.beside.index(self.processes.index), len(self.beside)
 
     def close(self) -> None:
@@ -59,7 +57,7 @@ class Members:
 
 
 def open_members(cfg: Config, processes: Processes) -> Members:
-    """Opens this host's folder and a port. All processes call it.
+    """Opens this host's folder and a port. All processes call it, before a device is touched.
 
     Raises:
       InputError: in all processes, if some folder cannot be written or is open to others.
@@ -91,9 +89,9 @@ def open_members(cfg: Config, processes: Processes) -> Members:
 
 
 def _identities(checkpoints: Path) -> dict[str, str]:
-    """Returns the identity of the run, which is made at its first start, and those of this start.
+    """Returns the run's directory and identity, and identity and token of this start.
 
-    Its run directory is locked, so nobody else makes one.
+    The first start of the run draws its identity. The run directory is locked, so nobody else does.
     """
     path = checkpoints / IDENTITY
     try:

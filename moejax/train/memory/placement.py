@@ -1,8 +1,8 @@
-"""Which process keeps which shard in its host's memory, and which shards go to the next host.
+"""Assigns each shard of the state to a process that keeps it, and some to the next host as well.
 
 Every host keeps each shard that its devices hold, once. A shard that lies on one host alone also
-goes to the next host. So what any one host holds is held by another one too, and the hosts that are
-left hold the whole state when one vanishes.
+goes to the next host. So each shard lies on two hosts, and if one host vanishes the others hold the
+whole state.
 """
 
 import math
@@ -27,10 +27,10 @@ class Piece(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one process keeps.
+    """The pieces that one process keeps.
 
     Attributes:
-      sent: pieces that lie on its host alone, and go to the next one.
+      sent: pieces that lie on its host alone, and go to the next host.
       kept: its other pieces, which lie on another host as well.
     """
 
@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """All pieces, those that are sent first."""
+        """All pieces, the sent ones first."""
         return self.sent + self.kept
 
 
@@ -48,7 +48,7 @@ Holders = Mapping[Piece, frozenset[int]]
 
 
 def holders_of(arrays: Mapping[str, Any]) -> dict[Piece, frozenset[int]]:
-    """Returns the pieces of arrays, or of their shapes with shardings, and who holds each.
+    """Returns the pieces of arrays, or of their shapes with shardings, and the holders of each.
 
     Pieces of one array are equal or disjoint, and cover it.
     """
@@ -67,9 +67,9 @@ def start_of(index: tuple[slice, ...]) -> tuple[int, ...]:
 
 
 def place(holders: Holders, hosts: Sequence[str]) -> list[Share]:
-    """Returns what each process keeps; a pure function, the same in all processes.
+    """Returns the share of each process; a pure function, the same in all processes.
 
-    Of the processes of a host that hold a piece the one with the least bytes so far keeps it.
+    On each host, of the processes that hold a piece, the one with the fewest bytes so far keeps it.
 
     Args:
       hosts: the host of each process.

@@ -1,4 +1,4 @@
-"""Puts a step that is whole in the memory of hosts onto the devices of any mesh."""
+"""Reads a step from the memory of hosts onto the devices of any mesh."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ from moejax.checkpoint.writer import arrays_of, state_of
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.memory.exchange import LocalSlot, RemoteSlot
-from moejax.train.memory.find import Found, Held
+from moejax.train.memory.find import IntactSlot, IntactStep
 from moejax.train.memory.members import Members
 from moejax.train.memory.placement import Piece, start_of
 
-Source = tuple[Held, int]  # a slot, and a piece's position in its record
+Source = tuple[IntactSlot, int]  # a slot, and a piece's position in its record
 
 
 def read_state(
-    found: Found, train_step: TrainStep, members: Members
+    found: IntactStep, train_step: TrainStep, members: Members
 ) -> tuple[TrainState | None, str]:
-    """Returns the state onto the shardings of this run, else why it cannot be taken, in words.
+    """Returns the state with the shardings of this run, else the reason why it cannot be taken.
 
-    The codecs' state is None where it is not valid for this run. All processes call it, and come to
-    the same result.
+    The codecs' state is None if it is not valid for this run. All processes call it and get the
+    same result.
     """
     valid = same_reduction(found.facts, train_step)
     abstract = {
@@ -51,7 +51,7 @@ def read_state(
 
 
 def _other_kind(abstract: Mapping[str, Any], kinds: Mapping[str, Any]) -> str | None:
-    """Returns an array that was saved with another shape or dtype, or not at all."""
+    """Returns the key of an array that was saved with another shape or dtype, or not at all."""
     return next(
         (key for key, x in abstract.items() if kinds.get(key) != [list(x.shape), x.dtype.name]),
         None,
@@ -59,9 +59,9 @@ def _other_kind(abstract: Mapping[str, Any], kinds: Mapping[str, Any]) -> str | 
 
 
 def _read(
-    found: Found, abstract: Mapping[str, Any], members: Members
+    found: IntactStep, abstract: Mapping[str, Any], members: Members
 ) -> tuple[dict[str, jax.Array], str | None]:
-    """Returns the arrays, or the error that this process met."""
+    """Returns the arrays, or this process's error in words."""
     reader = _Reader(found, members)
     try:
         return {key: reader.array(key, x) for key, x in abstract.items()}, None
@@ -72,9 +72,9 @@ def _read(
 
 
 class _Reader:
-    """Reads parts of arrays from the slots of this host, else from those of another one."""
+    """Reads parts of arrays from the slots of this host, else from another host's."""
 
-    def __init__(self, found: Found, members: Members):
+    def __init__(self, found: IntactStep, members: Members):
         self._members = members
         self._local: dict[str, LocalSlot] = {}
         self._remote: dict[tuple[int, str], RemoteSlot] = {}
@@ -83,7 +83,7 @@ class _Reader:
         for one in found.held:
             for number, (piece, _) in enumerate(one.rooms):
                 known = self._sources.setdefault(piece.key, {})
-                # On this host, where it is there.
+                # A copy on this host is preferred.
                 if piece not in known or hosts[one.holder] == hosts[index]:
                     known[piece] = one, number
 
@@ -105,10 +105,10 @@ class _Reader:
         )
 
     def _part(self, key: str, start: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-        """Fills a part of an array from the pieces that it meets."""
+        """Fills a part of an array from the pieces that overlap it."""
         filled = 0
         for piece, (one, number) in self._sources[key].items():
-            met = common(start, out.shape, piece)
+            met = overlap(start, out.shape, piece)
             if met is None:
                 continue
             begin, size = met
@@ -123,7 +123,12 @@ class _Reader:
         return out
 
     def _box(
-        self, one: Held, number: int, piece: Piece, start: tuple[int, ...], shape: tuple[int, ...]
+        self,
+        one: IntactSlot,
+        number: int,
+        piece: Piece,
+        start: tuple[int, ...],
+        shape: tuple[int, ...],
     ) -> np.ndarray:
         members = self._members
         if members.hosts[one.holder] == members.hosts[members.processes.index]:
@@ -138,16 +143,16 @@ class _Reader:
         return box
 
     def _served_by(self, holder: int) -> int:
-        """Returns which process of the holder's host this one asks: they share the work."""
+        """Returns the process of the holder's host that this one asks: they share the work."""
         hosts = self._members.hosts
         there = [process for process, host in enumerate(hosts) if host == hosts[holder]]
         return there[self._members.processes.index % len(there)]
 
 
-def common(
+def overlap(
     start: Sequence[int], shape: Sequence[int], piece: Piece
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the start and the shape of what a box and a piece have in common, if anything."""
+    """Returns start and shape of the overlap of a box and a piece; None if they have none."""
     begin = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
     end = tuple(
         min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)

@@ -39,10 +39,10 @@ class Slot:
         if not NAMES.fullmatch(name):
             raise ValueError(f"{name} is no name of a slot")
         self._data, self._record = _paths(folder, name)
-        self.bytes = np.empty(0, np.uint8)  # what is mapped
+        self.bytes = np.empty(0, np.uint8)  # the mapped file
 
     def prepare(self, size: int) -> None:
-        """Reserves and maps its memory, unless that was done. Another size loses what it held.
+        """Reserves and maps its memory, unless that was done. A change of size loses the content.
 
         Raises:
           OSError: if there is no room.
@@ -69,11 +69,11 @@ class Slot:
         return self._data.stat().st_size if self._data.exists() else 0
 
     def forget(self) -> None:
-        """Removes its record: what it holds counts for nothing from now on."""
+        """Removes its record: its content is ignored from now on."""
         self._record.unlink(missing_ok=True)
 
     def commit(self, facts: Mapping[str, Any]) -> None:
-        """Writes its record atomically; it is readable then."""
+        """Writes its record atomically, after which others may read the slot."""
         beside = self._record.with_suffix(".partial")
         beside.write_text(json.dumps(sealed(facts)), encoding="utf-8")
         beside.rename(self._record)
@@ -92,8 +92,8 @@ def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
 def fill(slot: Slot, rooms: Sequence[tuple[Piece, int]], arrays: Mapping[str, jax.Array]) -> None:
     """Copies pieces from this process's devices into a slot.
 
-    Views of the devices' memory end with it: a view that lives longer would make the next step copy
-    its donated state.
+    No view of the devices' memory outlives the call: with one the next step would copy its donated
+    state.
 
     Args:
       rooms: pieces, and where each begins in the slot.
@@ -128,7 +128,7 @@ def names_of(process: int) -> list[str]:
 
 
 def names_from(process: int, sender: int) -> list[str]:
-    """Returns the names of the two slots that a process keeps for one of another host."""
+    """Returns the names of the two slots that a process keeps for a process of another host."""
     return [f"{process}-from-{sender}-{slot}" for slot in (0, 1)]
 
 
@@ -162,10 +162,10 @@ def read_record(folder: Path, name: str) -> dict[str, Any]:
 
 
 def check_record(record: Any) -> dict[str, Any]:
-    """Returns a record that was read, if it is as it was written.
+    """Checks a record that was read, and returns it.
 
     Raises:
-      SlotError: if not.
+      SlotError: if it is not as it was written.
     """
     if not isinstance(record, dict):
         raise SlotError("its record is no object")
@@ -177,7 +177,7 @@ def check_record(record: Any) -> dict[str, Any]:
 
 
 def pieces_of(record: Mapping[str, Any]) -> list[tuple[Piece, int]]:
-    """Returns the pieces that a record lists, and where each begins."""
+    """Returns the pieces that a record lists, and where each begins in the slot, in bytes."""
     return [
         (Piece(key, tuple(start), tuple(shape), dtype), offset)
         for key, start, shape, dtype, offset in record["pieces"]
@@ -185,7 +185,7 @@ def pieces_of(record: Mapping[str, Any]) -> list[tuple[Piece, int]]:
 
 
 def listed(rooms: Sequence[tuple[Piece, int]]) -> list[list[Any]]:
-    """Returns what a record lists of pieces."""
+    """Returns pieces as a record lists them, the inverse of `pieces_of`."""
     return [[p.key, list(p.start), list(p.shape), p.dtype, offset] for p, offset in rooms]
 
 
@@ -223,7 +223,7 @@ def discard(folder: Path, name: str) -> None:
 
 
 def discard_others(folder: Path, names: Sequence[str]) -> None:
-    """Removes the slots that are not among `names`: those of an earlier start."""
+    """Removes all slots but `names`: the others are of an earlier start."""
     for path in folder.iterdir():
         if path.stem not in names and NAMES.fullmatch(path.stem):
             discard(folder, path.stem)

@@ -1,4 +1,4 @@
-"""Checkpoints in memory in the order of a run: what is found at its start, then its saves."""
+"""Copies in memory in the order of a run: a step is found at its start, then steps are saved."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from moejax.runtime.processes import Processes
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.memory.checkpoints import MemoryCheckpoints
-from moejax.train.memory.find import Found, find, set_aside
+from moejax.train.memory.find import IntactStep, find, remove_damaged
 from moejax.train.memory.members import Members, open_members
 from moejax.train.memory.restore import read_state
 from moejax.train.records.metrics import Records
@@ -32,22 +32,22 @@ from moejax.train.records.skipped_data import ENTRY, to_json
 
 
 class Memory:
-    """What the hosts of a run hold of it at its start; nothing without `checkpoint.memory_every`.
+    """The copies that hosts hold of a run at its start; none without `checkpoint.memory_every`.
 
     Attributes:
-      notes: about what was found and is not whole.
+      notes: about steps with missing or damaged parts.
     """
 
     def __init__(self, cfg: Config, processes: Processes, saved: Saved | None):
-        """Looks for a step that is newer than the newest checkpoint. Touches no device.
+        """Looks for a step that is newer than the checkpoint `saved`. Touches no device.
 
         Raises:
           InputError: in all processes, if state cannot be kept in memory.
         """
         self._newer_than = 0 if saved is None else saved.step
-        self._held: int | None = None
+        self._held_slot: int | None = None
         self._members: Members | None = None
-        self._found: Found | None = None
+        self._found: IntactStep | None = None
         self._passed_over: list[tuple[int, str]] = []
         self.notes: list[str] = []
         if cfg.checkpoint.memory_every is not None:
@@ -56,7 +56,7 @@ class Memory:
 
     @property
     def found(self) -> bool:
-        """Whether a step is there that may be resumed."""
+        """Whether there is a step that may be resumed."""
         return self._found is not None
 
     def resume(
@@ -70,12 +70,12 @@ class Memory:
     ) -> Resumed | None:
         """Returns the state of the newest step in memory that fits this run; None without one.
 
-        Whatever is wrong with it, the run goes on from what is left, and says so.
+        A step that cannot be taken is passed over with a note, and an older one is tried.
 
         Args:
-          skipped: what the run left out of its data so far.
+          skipped: the batches that the run left out so far.
           base: `describe_base` of a run with adapters.
-          note: is told why steps are not taken.
+          note: shows a line to the user.
         """
         while self._members is not None and (found := self._found) is not None:
             unfit = _unfit(found, train_step.cfg, content, base, note)
@@ -83,31 +83,31 @@ class Memory:
                 unfit = "the run went back to before it"
             if unfit is not None:
                 note(f"step {found.step} in memory is not taken: {unfit}")
-                self._look_again(note, found)
+                self._find_another(note, found)
                 continue
             text = f"resuming at step {found.step} from the memory of hosts"
             console.print(text, soft_wrap=True)
             state, wrong = read_state(found, train_step, self._members)
             if state is not None:
-                self._held = found.slot
+                self._held_slot = found.slot
                 return Resumed(_with_reduction(state, train_step, found, note), found.facts)
             note(f"step {found.step} in memory is not taken: {wrong}")
             for one in found.held:
                 if one.holder == self._members.processes.index:
-                    set_aside(self._members, one.name, wrong)
-            self._look_again(note)
+                    remove_damaged(self._members, one.name, wrong)
+            self._find_another(note)
         return None
 
-    def _look_again(self, note: Callable[[str], None], unfit: Found | None = None) -> None:
-        """Looks for another step, not for `unfit` any more: one behind it may fit this run."""
+    def _find_another(self, note: Callable[[str], None], unfit: IntactStep | None = None) -> None:
+        """Looks for another step, leaving out `unfit`: an older one may fit this run."""
         assert self._members is not None
         if unfit is not None:
-            self._passed_over.append((unfit.step, unfit.begun))
+            self._passed_over.append((unfit.step, unfit.start_id))
         self._found, notes = find(self._members, self._newer_than, self._passed_over)
         for text in notes:
             note(text)
 
-    def begin(
+    def begin_saves(
         self,
         train_step: TrainStep,
         content: Content,
@@ -115,7 +115,7 @@ class Memory:
         records: Records,
         console: Console,
     ) -> MemoryCheckpoints | None:
-        """Returns what keeps the state from now on, if anything does. All processes call it.
+        """Returns the saver of later states; None without `checkpoint.memory_every`. All call it.
 
         Raises:
           InputError: in all processes, if a host has no room.
@@ -124,7 +124,7 @@ class Memory:
             return None
         warned = False
 
-        def told(event: str, step: int, **values: Any) -> None:
+        def on_event(event: str, step: int, **values: Any) -> None:
             nonlocal warned
             records.event(event, step, **values)
             if event == "memory_failed" and not warned:
@@ -134,17 +134,17 @@ class Memory:
 
         facts = {**describe_run(train_step, content, base), "jax": jax.__version__}
         arrays = arrays_of(train_step.abstract)
-        return MemoryCheckpoints(self._members, arrays, facts, told, held=self._held)
+        return MemoryCheckpoints(self._members, arrays, facts, on_event, held=self._held_slot)
 
 
 def _unfit(
-    found: Found,
+    found: IntactStep,
     cfg: Config,
     content: Content,
     base: dict[str, str] | None,
     note: Callable[[str], None],
 ) -> str | None:
-    """Returns why a step is not one of this run, by the checks of a checkpoint on disk."""
+    """Returns why a step does not fit this run, checked as a checkpoint is; None if it does."""
     allowed = cfg.checkpoint.allow_changed_data
     try:
         for change in check_resumable(found.facts["config"], cfg, step=found.step):
@@ -161,7 +161,7 @@ def _unfit(
 
 
 def _with_reduction(
-    state: TrainState, train_step: TrainStep, found: Found, note: Callable[[str], None]
+    state: TrainState, train_step: TrainStep, found: IntactStep, note: Callable[[str], None]
 ) -> TrainState:
     if state.reduction is not None:
         return state

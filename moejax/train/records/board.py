@@ -52,7 +52,7 @@ class Board:
 
 
 def record(data: bytes) -> bytes:
-    """One record of a TFRecord file: length, data, and a checksum of each."""
+    """Returns one record of a TFRecord file: length, data, and a checksum of each."""
     length = struct.pack("<Q", len(data))
     sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
     return length + sums[0] + data + sums[1]

@@ -1,4 +1,4 @@
-"""What a run shows: lines that stay, and on a terminal a bar below them."""
+"""The lines that a run shows, and on a terminal a bar below them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from moejax.train.records.metrics import Report
 
 
 class Display:
-    """Shows reports, notes, and what the run waits for. A context manager around the steps."""
+    """Shows reports and notes, and why the run waits. A context manager around the steps."""
 
     def __init__(self, console: Console, num_steps: int, first_step: int):
         self.console, self.num_steps = console, num_steps
@@ -23,7 +23,7 @@ class Display:
             columns = (BarColumn(bar_width=20), text_column())
             self._progress = Progress(*columns, TimeElapsedColumn(), console=self.console)
             self._task = self._progress.add_task(
-                self._far(self._first_step), total=self.num_steps, completed=self._first_step
+                self._position(self._first_step), total=self.num_steps, completed=self._first_step
             )
             self._progress.start()
         return self
@@ -33,16 +33,16 @@ class Display:
             self._progress.stop()
             self._progress = None
 
-    def _far(self, step: int) -> str:
+    def _position(self, step: int) -> str:
         return f"step {step}/{self.num_steps}"
 
     def step(self, step: int) -> None:
         """Moves the bar."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=self._far(step))
+            self._progress.update(self._task, completed=step, description=self._position(step))
 
     def show(self, report: Report) -> None:
-        """Shows a report in a line that stays; a narrow terminal leaves some of it out."""
+        """Shows a report in a line that stays. On a narrow terminal it is shorter."""
         live = self._progress is not None
         self.note(report.line(self.num_steps, self.console.width if live else None))
 
@@ -53,12 +53,12 @@ class Display:
 
     @contextmanager
     def busy(self, what: str, *, plain: bool = True) -> Iterator[Callable[[str], None]]:
-        """Says what the run waits for, on a terminal beside a clock.
+        """Shows what the run waits for, on a terminal beside a clock.
 
         Args:
-          plain: whether to say it without a terminal too, in a line that stays.
+          plain: whether to show it without a terminal too, in a line that stays.
         Yields:
-          A function that tells how far it is.
+          A function that shows how far it is.
         """
         if not self.console.is_terminal:
             if plain:

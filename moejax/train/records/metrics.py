@@ -1,4 +1,4 @@
-"""Metrics of training, and where they are recorded: JSONL and TensorBoard."""
+"""Metrics of training, and their records: JSONL and TensorBoard."""
 
 import math
 import os
@@ -48,7 +48,7 @@ class Report:
         """Returns the report as one line of text.
 
         Args:
-          width: of the terminal, in characters: what does not fit leaves FLOP/s out, then balance.
+          width: of the terminal, in characters. A longer line leaves out FLOP/s, then balance.
         """
         whole = self._line(num_steps, flops=True, balance=True)
         if width is None or len(whole) <= width:
@@ -86,7 +86,12 @@ class Meter:
         num_steps: int,
         schedule: Callable[[int], Any],
     ) -> None:
-        """Takes the schedule of learning rates, by the updates that were applied before."""
+        """Takes the facts that rates depend on.
+
+        Args:
+          peak: FLOP/s of all devices in a large matrix product.
+          schedule: learning rate by the number of updates that were applied before.
+        """
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak, self.num_steps, self.schedule = peak, num_steps, schedule
         self.started: tuple[float, int] | None = None
@@ -97,7 +102,7 @@ class Meter:
         self.started, self._paused = (time.perf_counter(), step), 0.0
 
     def pause(self, seconds: float) -> None:
-        """Excludes time from the rates, such as evaluation."""
+        """Excludes seconds from the rates, such as those of an evaluation."""
         self._paused += seconds
 
     def report(self, step: int, metrics: Metrics) -> Report:
@@ -134,17 +139,17 @@ class Meter:
 
 
 def has_targets(metrics: Metrics) -> bool:
-    """Whether some position of a step had a target, without which it has no loss."""
+    """Whether some position of a step had a target. Without one the step has no loss."""
     return metrics.has_targets is None or bool(metrics.has_targets[0])
 
 
 def losses_of(metrics: Metrics) -> tuple[float, float | None]:
-    """Returns a step's loss and that of `model.predict_ahead`, NaN for one without targets."""
-    told = [True, True] if metrics.has_targets is None else [*metrics.has_targets]
-    loss = float(metrics.loss) if told[0] else math.nan
+    """Returns a step's loss, and that of `model.predict_ahead` or None. Without targets: NaN."""
+    has = [True, True] if metrics.has_targets is None else [*metrics.has_targets]
+    loss = float(metrics.loss) if has[0] else math.nan
     if metrics.ahead is None:
         return loss, None
-    return loss, float(metrics.ahead) if told[1] else math.nan
+    return loss, float(metrics.ahead) if has[1] else math.nan
 
 
 def held_out_text(values: Mapping[str, float | None]) -> str:
@@ -159,16 +164,20 @@ def held_out_text(values: Mapping[str, float | None]) -> str:
 
 
 class Records:
-    """Writes reports and events to `metrics.jsonl` and TensorBoard, and tells trackers."""
+    """Writes reports and events to `metrics.jsonl` and TensorBoard, and passes them to trackers."""
 
     def __init__(self, run_dir: Path, *, written: bool = True, trackers: Trackers | None = None):
-        """Takes whether this process writes: only process 0 does."""
+        """Opens the records of a run.
+
+        Args:
+          written: whether this process writes: only process 0 does.
+        """
         self.trackers = trackers or Trackers({})
         self._events = EventLog(run_dir / "metrics.jsonl" if written else Path(os.devnull))
         self._board = Board(run_dir / "tensorboard") if written else None
 
     def report(self, report: Report) -> None:
-        """Records a training report, without what the run has not."""
+        """Records a training report. Values that the run does not have are left out."""
         values = {name: value for name, value in vars(report).items() if value is not None}
         self._events.write("step", **values)
         scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
@@ -182,7 +191,7 @@ class Records:
         self._draw(event, step, {n: v for n, v in values.items() if isinstance(v, int | float)})
 
     def start(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Records what a start or resume is (`start_record.describe_start`)."""
+        """Records the facts of a start or resume (`start_record.describe_start`)."""
         self._events.write("start", step=step, **facts)
 
     def _draw(self, group: str, step: int, values: Mapping[str, float]) -> None:
@@ -193,7 +202,7 @@ class Records:
                 self.trackers.log(step, named)
 
     def close(self) -> list[str]:
-        """Closes all. Returns what trackers failed to do, in words."""
+        """Closes everything. Returns the problems of trackers, in words."""
         self.trackers.close()
         if self._board is not None:
             self._board.close()

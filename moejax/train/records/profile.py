@@ -18,9 +18,9 @@ PROGRAM = "program.txt.gz"  # in that: the text of the compiled step
 
 
 def name_operations(cfg: ProfileConfig) -> None:
-    """Has a step that will be profiled compiled with the names of today's code.
+    """Makes the names in the code part of the key of compiled programs, if steps are profiled.
 
-    A program that was kept may be of the same operations under older names and lines.
+    Else a profile may show a cached program: the same operations under older names and lines.
     """
     if cfg.start_step is not None:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
@@ -33,7 +33,11 @@ class Profile:
     """
 
     def __init__(self, cfg: ProfileConfig, run_dir: Path, *, process: int = 0):
-        """Takes the number of this process: process 0 also writes program and memory profile."""
+        """Starts nothing yet.
+
+        Args:
+          process: index of this process. Process 0 also writes the program and a memory profile.
+        """
         self.directory = run_dir / DIRECTORY
         # A trace is named by its host, on which there may be several processes.
         self._traces = self.directory / f"process_{process}" if process else self.directory
@@ -50,7 +54,7 @@ class Profile:
         """Ends the trace if `step` was the last to profile. Returns whether it was.
 
         Args:
-          result: of the step, which is waited for.
+          result: of the step; waits for it.
           program: returns the text of the compiled step.
         """
         start, count = self._cfg.start_step, self._cfg.num_steps
@@ -64,7 +68,7 @@ class Profile:
         return True
 
     def close(self) -> None:
-        """Ends the trace, if one goes on; what it has is kept."""
+        """Ends the trace, if one is running, and keeps its file."""
         if self._started:
             jax.profiler.stop_trace()
             self._started = False

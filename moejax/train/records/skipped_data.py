@@ -1,7 +1,7 @@
-"""What a run knows of the batches that it left out: in its directory, and in its manifests.
+"""The list of batches that a run left out, in its directory and in its manifests.
 
 A run that goes back to a checkpoint writes the list to `skipped_data.json` at once, so that a kill
-right afterwards does not forget it; later checkpoints have it in their manifests. Format:
+right afterwards does not lose it. Later checkpoints have it in their manifests. Format:
 docs/formats/checkpoint.md.
 """
 
@@ -21,15 +21,15 @@ ENTRY = "skipped_data"  # of a manifest
 
 
 def to_json(skipped: Sequence[SkippedData]) -> list[dict[str, int]]:
-    """Returns the list as it is written in JSON."""
+    """Returns a list as JSON values."""
     return [{"after_step": after, "skip": skip} for after, skip in skipped]
 
 
 def from_json(listed: Any, where: Path) -> list[SkippedData]:
-    """Reads what `to_json` gave.
+    """Reads the list from JSON values, the inverse of `to_json`.
 
     Raises:
-      InputError: if it is no such list; it names `where`.
+      InputError: if it is damaged. The message names `where`.
     """
     try:
         found = [SkippedData(entry["after_step"], entry["skip"]) for entry in listed]
@@ -50,10 +50,10 @@ def from_json(listed: Any, where: Path) -> list[SkippedData]:
 
 
 def write_skipped(run_dir: Path, skipped: Sequence[SkippedData]) -> None:
-    """Writes the list to the run directory, whole or not at all; it survives a stop of the machine.
+    """Writes the list to the run directory, atomically and so that it survives a crash.
 
     Raises:
-      StorageFullError: the file is as it was.
+      StorageFullError: if no space is left. The file is unchanged.
     """
     path, beside = run_dir / FILE, run_dir / f"{FILE}.tmp"
     with writing(path):
@@ -69,7 +69,7 @@ def read_skipped(run_dir: Path) -> list[SkippedData]:
     """Returns the list in the run directory; empty without a file.
 
     Raises:
-      InputError: if the file holds no such list.
+      InputError: if the file is damaged.
     """
     path = run_dir / FILE
     if not path.is_file():
@@ -83,11 +83,13 @@ def read_skipped(run_dir: Path) -> list[SkippedData]:
 
 
 def known_skipped(run_dir: Path, saved: Saved | None) -> list[SkippedData]:
-    """Returns what a run left out so far: the longer of the file's list and a manifest's.
+    """Returns the batches that a run left out so far: the longer of the two lists.
+
+    One is in the run directory, one in the manifest of `saved`.
 
     Args:
-      saved: the checkpoint that the run goes on with. Older manifests have no list: nothing was
-        left out.
+      saved: the checkpoint that the run resumes. Older manifests have no list: nothing was left
+        out.
     Raises:
       InputError: if the lists contradict each other.
     """
@@ -106,21 +108,21 @@ def known_skipped(run_dir: Path, saved: Saved | None) -> list[SkippedData]:
 def is_abandoned(
     manifest: Mapping[str, Any], skipped: Sequence[SkippedData], before: int | None = None
 ) -> bool:
-    """Whether a checkpoint is of steps that the run went back behind.
+    """Whether the run has gone back to a step before this checkpoint's.
 
     Args:
-      skipped: what the run left out.
-      before: a step that the run goes back behind now.
+      skipped: the batches that the run left out, which say how far it went back.
+      before: the run now goes back to before this step.
     """
     step = manifest["step"]
     later = skipped[len(manifest.get(ENTRY, [])) :]
     return any(e.after_step < step for e in later) or (before is not None and step >= before)
 
 
-def set_aside_abandoned(run_dir: Path, before: int | None = None) -> list[str]:
-    """Renames checkpoints that the run went back behind, so that nothing takes them for its own.
+def quarantine_abandoned(run_dir: Path, before: int | None = None) -> list[str]:
+    """Renames checkpoints of steps that the run undid by going back: none of them is resumed.
 
-    Damaged ones stay: whoever looks for the newest checkpoint sets them aside. Returns notes.
+    Damaged ones stay: the search for the newest checkpoint renames them. Returns notes.
     """
     notes, skipped, directory = [], read_skipped(run_dir), run_dir / "checkpoints"
     for step in sorted(finished_steps(directory)):

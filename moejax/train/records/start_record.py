@@ -1,4 +1,4 @@
-"""What a run records of itself: at each start what it is and sends, and its experts' load."""
+"""Facts that a run records: of each start config, devices and traffic; the load of its experts."""
 
 import json
 from collections import defaultdict
@@ -18,7 +18,7 @@ from moejax.step.train_step import TrainStep
 from moejax.train.records.summary import Summary
 from moejax.version import __version__
 
-SNAPSHOTS = 200  # of the experts' load that a run records, about
+SNAPSHOTS = 200  # about as many records of the experts' load has a run
 
 
 def describe_start(train_step: TrainStep, summary: Summary, processes: Processes) -> dict[str, Any]:
@@ -39,9 +39,9 @@ def describe_start(train_step: TrainStep, summary: Summary, processes: Processes
 
 
 def highest_peak(log: Path, facts: Mapping[str, Any], measured: float) -> float:
-    """Returns the largest peak in FLOP/s that starts of the run found on the same devices.
+    """Returns the largest peak in FLOP/s that a start of the run measured on the same devices.
 
-    One start may find others at work on its machine, and its shares would then look better.
+    A start beside other programs measures a low peak, and its share of it would look too good.
 
     Args:
       log: `metrics.jsonl`, which need not exist.
@@ -92,13 +92,17 @@ class ExpertLoads:
     """Appends the experts' load to `experts.jsonl`, as often as a picture of the run needs."""
 
     def __init__(self, run_dir: Path, num_steps: int):
-        """Takes the run's steps, which say how often."""
+        """Opens the file.
+
+        Args:
+          num_steps: of the run, of which about `SNAPSHOTS` are recorded.
+        """
         self._log = EventLog(run_dir / "experts.jsonl")
         self._every, self._num_steps = num_steps / SNAPSHOTS, num_steps
         self._last: int | None = None
 
     def add(self, step: int, load_LE: Any) -> None:
-        """Adds the load of a step, unless the last one is too near."""
+        """Adds the load of a step, unless the last recorded step is too near."""
         last = self._last
         if last is None or not last < step < last + self._every or step == self._num_steps:
             self._log.write("load", step=step, load=np.asarray(load_LE).tolist())

@@ -67,7 +67,7 @@ def summarize(train_step: TrainStep) -> Summary:
 
 
 def _logit_bytes(train_step: TrainStep) -> int:
-    """Bytes of the logits that exist at one time."""
+    """Returns bytes of the logits that exist at the same time."""
     layout, cfg = train_step.layout, train_step.cfg
     rows = cfg.train.batch_sequences // layout.size(layout.inside.token_axes)
     rows //= cfg.train.micro_batches
@@ -113,7 +113,7 @@ def print_summary(
 def _by_kind(
     collectives: list[Collective], layout: Layout
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes by kind and axes; axes of one device are left out."""
+    """Returns calls and bytes by kind and axes. Axes of one device are left out."""
     totals: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for collective in collectives:
         key = (
@@ -126,7 +126,7 @@ def _by_kind(
 
 
 def human_bytes(size: float) -> str:
-    """Bytes with a binary unit."""
+    """Returns a number of bytes as text, with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -134,7 +134,7 @@ def human_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-# Taken where no cluster is named: an H100 or H200 in a large product, and its network adapter.
+# Assumed if no cluster is named: an H100 or H200 in a large product, and its network adapter.
 FLOPS_PER_S, BYTES_PER_S = 400e12, 50e9
 
 
@@ -179,16 +179,16 @@ def gather_note(train_step: TrainStep, summary: Summary, topology: Topology | No
 def check_memory(
     train_step: TrainStep, processes: Processes, *, gradients: bool = True, beside: int = 0
 ) -> int:
-    """Refuses a run whose state and gradients alone are more than a device has.
+    """Checks that state and gradients alone fit the memory of a device.
 
     Args:
-      gradients: whether there will be gradients: an evaluation has none.
+      gradients: whether gradients are computed: an evaluation has none.
       beside: bytes that a device holds beside the weights: keys and values, or copies of weights.
     Returns:
-      The bytes that a device may use, the least over all devices.
+      The bytes that a device may use: the smallest number over all devices.
 
     Raises:
-      InputError: in all processes.
+      InputError: in all processes, if they do not fit.
     """
     own, devices = socket.gethostname(), jax.local_devices()
     together = processes.gather(own).count(own)

@@ -1,8 +1,8 @@
-"""Passes metrics on to Weights & Biases and MLflow, where that was asked for.
+"""Passes metrics on to Weights & Biases and MLflow, if the config asks for it.
 
-What a tracker does, or fails to do, never stops or delays a run: each has a thread of its own,
-which is told through a bounded queue. Metrics that do not fit are left out and counted. The run's
-own records (`metrics.jsonl`, TensorBoard) do not depend on them.
+A slow or broken tracker never stops or delays a run: each has a thread of its own, fed through a
+bounded queue. Metrics that do not fit are left out and counted. The run's own records
+(`metrics.jsonl`, TensorBoard) do not depend on trackers.
 """
 
 import importlib.util
@@ -21,25 +21,25 @@ from moejax.config.schema import Config
 from moejax.errors import InputError, without_secrets, write_whole
 
 WAITING = 1000  # reports that may wait for a slow tracker
-PATIENCE_S = 30.0  # how long a run's end waits for what a tracker has not sent yet
+PATIENCE_S = 30.0  # seconds that a run's end waits for a tracker to send the rest
 NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 PARAMS_A_CALL = 100  # MLflow takes no more
-PARAM_LENGTH = 500  # characters of a setting, of which older servers take no more
+PARAM_LENGTH = 500  # characters of a setting: older servers take no more
 
 
 class Tracker(Protocol):
     """A service that keeps metrics; any method may raise, or take long."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds values of a step."""
+        """Records values of a step."""
         ...
 
     def finish(self) -> None:
-        """Sends what is left."""
+        """Sends the rest."""
         ...
 
 
-class _Told(NamedTuple):
+class _Values(NamedTuple):
     step: int
     values: dict[str, float]
 
@@ -49,41 +49,41 @@ class Trackers:
 
     def __init__(self, openers: Mapping[str, Callable[[], Tracker]]):
         """Takes functions that open trackers, by name; they are called in the threads."""
-        self._lines = [_Line(name, opener) for name, opener in openers.items()]
+        self._feeds = [_Feed(name, opener) for name, opener in openers.items()]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Passes values of a step on. Returns at once."""
-        for line in self._lines:
-            line.tell(_Told(step, dict(values)))
+        for feed in self._feeds:
+            feed.put(_Values(step, dict(values)))
 
     def problems(self) -> list[str]:
-        """Returns what went wrong since the last call, in words."""
-        return [text for line in self._lines for text in line.problems()]
+        """Returns the problems since the last call, in words."""
+        return [text for feed in self._feeds for text in feed.problems()]
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """Waits for what was not sent yet, but no longer than `patience_s` seconds altogether."""
+        """Waits until all is sent, at most `patience_s` seconds for all trackers together."""
         until = time.monotonic() + patience_s
-        for line in self._lines:
-            line.end(until)
+        for feed in self._feeds:
+            feed.end(until)
 
 
-class _Line:
-    """A thread that tells one tracker."""
+class _Feed:
+    """A thread that passes values to one tracker."""
 
     def __init__(self, name: str, opener: Callable[[], Tracker]):
         self._name, self._opener = name, opener
-        self._queue: queue.Queue[_Told | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[_Values | None] = queue.Queue(WAITING)
         self._found: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._left_out, self._failed = 0, threading.Event()
         # A daemon: a tracker that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def tell(self, told: _Told) -> None:
+    def put(self, values: _Values) -> None:
         if self._failed.is_set():
             return
         try:
-            self._queue.put_nowait(told)
+            self._queue.put_nowait(values)
         except queue.Full:
             self._left_out += 1
             if self._left_out == 1:
@@ -108,8 +108,8 @@ class _Line:
     def _run(self) -> None:
         try:
             tracker = self._opener()
-            while (told := self._queue.get()) is not None and not self._failed.is_set():
-                tracker.log(told.step, told.values)
+            while (values := self._queue.get()) is not None and not self._failed.is_set():
+                tracker.log(values.step, values.values)
             tracker.finish()
         except BaseException as error:  # whatever it raises, the run goes on
             self._failed.set()
@@ -138,7 +138,7 @@ def check_trackers(cfg: Config) -> None:
 
 
 def open_trackers(cfg: Config) -> Trackers:
-    """Returns the trackers that a run asks for. A resumed run goes on in their same runs."""
+    """Returns the configured trackers. A resumed run goes on in the same run of each."""
     run_dir = Path(cfg.run_dir)
     kinds = {"wandb": _WandB, "mlflow": _MLflow}
     wanted = {name: kind for name, kind in kinds.items() if getattr(cfg.track, name) is not None}
@@ -153,15 +153,15 @@ class _WandB:
 
         self._run = wandb.init(
             project=cfg.track.wandb,
-            id=_kept(run_dir, "wandb"),  # None in a new run, which it names itself
+            id=_known_id(run_dir, "wandb"),  # None in a new run, which it names itself
             name=run_dir.name,
             dir=str(run_dir),
             resume="allow",
             config=_settings(cfg),
             settings=wandb.Settings(console="off", silent=True, init_timeout=PATIENCE_S),
         )
-        _keep(run_dir, "wandb", self._run.id)
-        # A resumed run goes on from a checkpoint, which may be before the last step that was told.
+        _save_id(run_dir, "wandb", self._run.id)
+        # A resumed run goes on from a checkpoint, which may be before the last step that was sent.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -179,7 +179,7 @@ class _MLflow:
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._client, self._metric = mlflow.MlflowClient(), Metric
-        found = _kept(run_dir, "mlflow")
+        found = _known_id(run_dir, "mlflow")
         if found is None:
             known = self._client.get_experiment_by_name(cfg.track.mlflow)
             experiment = (
@@ -191,7 +191,7 @@ class _MLflow:
             settings = [Param(n, str(v)[:PARAM_LENGTH]) for n, v in _settings(cfg).items()]
             for first in range(0, len(settings), PARAMS_A_CALL):
                 self._client.log_batch(found, params=settings[first : first + PARAMS_A_CALL])
-            _keep(run_dir, "mlflow", found)
+            _save_id(run_dir, "mlflow", found)
         else:
             self._client.update_run(found, status="RUNNING")
         self._id: str = found
@@ -210,13 +210,13 @@ def _settings(cfg: Config) -> dict[str, Any]:
     return {name: get_value(cfg, name) for name in fields()}
 
 
-def _kept(run_dir: Path, name: str) -> str | None:
-    """Returns the tracker's own name of this run; None in a new one."""
+def _known_id(run_dir: Path, name: str) -> str | None:
+    """Returns the tracker's own id of this run; None for a new run."""
     path = run_dir / "trackers.json"
     return json.loads(path.read_text()).get(name) if path.is_file() else None
 
 
-def _keep(run_dir: Path, name: str, own: str) -> None:
+def _save_id(run_dir: Path, name: str, own: str) -> None:
     path = run_dir / "trackers.json"
     with _KEEPING:
         known = json.loads(path.read_text()) if path.is_file() else {}

@@ -303,13 +303,13 @@ def test_a_run_is_told_once_that_its_state_is_not_kept(tmp_path):
     recorded, shown = [], io.StringIO()
     records = SimpleNamespace(event=lambda *event, **values: recorded.append((*event, values)))
     memory = Memory(train_step.cfg, ALONE, None)
-    kept = memory.begin(train_step, CONTENT, BASE, records, Console(file=shown, width=200))
+    kept = memory.begin_saves(train_step, CONTENT, BASE, records, Console(file=shown, width=200))
     assert (kept._facts["jax"], kept._facts["base"]) == (jax.__version__, BASE)
-    assert (kept._good, kept._next) == (None, 0)
-    kept._told("memory_saved", 2, bytes=3)
+    assert (kept._newest, kept._next) == (None, 0)
+    kept._on_event("memory_saved", 2, bytes=3)
     assert shown.getvalue() == ""
-    kept._told("memory_failed", 4, text="no room")
-    kept._told("memory_failed", 6, text="again")
+    kept._on_event("memory_failed", 4, text="no room")
+    kept._on_event("memory_failed", 6, text="again")
     kept.close()
     assert recorded == [
         ("memory_saved", 2, {"bytes": 3}),
@@ -324,7 +324,7 @@ def test_without_the_setting_nothing_is_kept_in_memory(tmp_path):
     cfg = dataclasses.replace(train_step.cfg, checkpoint=CheckpointConfig())
     memory = Memory(cfg, ALONE, None)
     assert not memory.found
-    assert memory.begin(train_step, CONTENT, None, None, None) is None
+    assert memory.begin_saves(train_step, CONTENT, None, None, None) is None
 
 
 def test_a_run_whose_checkpoints_were_removed_begins_anew(tmp_path):
@@ -397,7 +397,11 @@ def test_what_a_start_resumed_is_kept_until_a_newer_step_is_whole(tmp_path, step
     console, records = Console(file=io.StringIO()), []
     assert memory.resume(train_step, CONTENT, (), None, console, records.append) is not None
     again = MemoryCheckpoints(
-        memory._members, arrays_of(train_step.abstract), {}, partial(_tell, []), held=memory._held
+        memory._members,
+        arrays_of(train_step.abstract),
+        {},
+        partial(_tell, []),
+        held=memory._held_slot,
     )
     again._slots[again._next].forget()  # a save that is killed at once
     again.close()
@@ -415,7 +419,7 @@ def test_slots_of_another_size_are_reserved_anew_but_for_those_of_the_step_that_
         slot.prepare(1000)
         slot.commit({})
     kept = object.__new__(MemoryCheckpoints)
-    kept._members, kept._good, kept._bytes, kept._slots = found, 0, 2000, own
+    kept._members, kept._newest, kept._bytes, kept._slots = found, 0, 2000, own
     kept._inboxes = {1: Inbox(500, others, threading.Lock())}
     kept._reserve()
     assert names_in(found.folder) == ["0-0", "0-from-1-0"]
@@ -454,7 +458,7 @@ def test_members_agree_and_keep_the_identity_of_the_run(tmp_path):
     cfg = configured(tmp_path, MESHES[0])
     first, second = open_members(cfg, ALONE), open_members(cfg, ALONE)
     assert first.run == second.run
-    assert first.begun != second.begun
+    assert first.start_id != second.start_id
     assert first.folder == second.folder
     assert first.server is None
 
@@ -488,12 +492,12 @@ def test_of_several_processes_that_failed_the_first_is_named_and_the_others_coun
         kept = object.__new__(MemoryCheckpoints)
         processes = SimpleNamespace(gather=lambda here, n=failed: ends[:n])
         kept._members = SimpleNamespace(processes=processes, turn=(1, 2))
-        kept._told, kept._good, kept._next = partial(_tell, events), 0, 1
-        kept._pending = SimpleNamespace(result=lambda: checkpoints.Ended(*ends[0]))
+        kept._on_event, kept._newest, kept._next = partial(_tell, events), 0, 1
+        kept._pending = SimpleNamespace(result=lambda: checkpoints.SaveResult(*ends[0]))
         kept._settle()
         ((found, step, values),) = events
         assert (found, step, kept._pending) == (event, 4, None)
-        assert (kept._good, kept._next) == ((1, 0) if failed == 1 else (0, 1))
+        assert (kept._newest, kept._next) == ((1, 0) if failed == 1 else (0, 1))
         if failed == 1:
             assert values == {"bytes": 10, "sent": 5, "stall_s": 0.1, "whole_s": 0.2}
         else:
@@ -508,8 +512,8 @@ def test_what_a_save_took_is_that_of_the_slowest_process_and_bytes_are_added():
     kept._members = SimpleNamespace(
         processes=SimpleNamespace(gather=lambda here: ends), turn=(1, 2)
     )
-    kept._told, kept._good, kept._next = partial(_tell, events), None, 0
-    kept._pending = SimpleNamespace(result=lambda: checkpoints.Ended(*ends[0]))
+    kept._on_event, kept._newest, kept._next = partial(_tell, events), None, 0
+    kept._pending = SimpleNamespace(result=lambda: checkpoints.SaveResult(*ends[0]))
     kept._settle()
     assert events == [
         ("memory_saved", 4, {"bytes": 30, "sent": 11, "stall_s": 0.1234, "whole_s": 0.9877})

@@ -10,8 +10,7 @@ import pytest
 from moejax.config.checks import check
 from moejax.config.schema import CheckpointConfig, Config
 from moejax.errors import DivergedError, InputError
-from moejax.train.loop import _run_to_end
-from moejax.train.records.metrics import Meter
+from moejax.train.loop import run_to_end
 from moejax.train.start import check_paths
 from moejax.train.steps import run_steps
 from tests.cases import small_config
@@ -56,44 +55,37 @@ def training(running, bad=(), *, num_steps=9, max_skipped=None, **kept):
 
     run, _ = running(cfg, step=step)
     run.memory = Kept()
-    meter = Meter(
-        tokens_per_step=1,
-        flops_per_token=1,
-        peak=1.0,
-        num_steps=num_steps,
-        schedule=lambda updates: 0.0,
-    )
-    return run, meter
+    return run
 
 
 def test_every_so_many_steps_but_where_the_step_goes_to_disk(running):
-    run, meter = training(running, memory_every=2, save_every=4)
-    run_steps(run, initial_state(), meter)
+    run = training(running, memory_every=2, save_every=4)
+    run_steps(run, initial_state())
     assert run.checkpoints.steps == [4, 8, 9]
     assert run.memory.steps == [2, 6]
 
 
 def test_nothing_is_kept_while_updates_are_skipped(running):
-    run, meter = training(running, bad={3, 4, 5}, memory_every=1)
-    run_steps(run, initial_state(), meter)
+    run = training(running, bad={3, 4, 5}, memory_every=1)
+    run_steps(run, initial_state())
     # A skipped update is known one step later; its weights are those of the step before it.
     assert run.memory.steps == [1, 2, 6, 7, 8]
 
 
 def test_a_run_that_diverged_goes_back_to_the_checkpoint_that_is_named(running, monkeypatch):
-    run, meter = training(running, bad=range(3, 9), memory_every=1, max_skipped=3)
+    run = training(running, bad=range(3, 9), memory_every=1, max_skipped=3)
     monkeypatch.setattr(run.checkpoints, "close", lambda: None)
     with pytest.raises(DivergedError):
-        _run_to_end(run, initial_state(), meter)
+        run_to_end(run, initial_state())
     assert (run.memory.ended, run.memory.closed) == (True, True)
 
 
 def test_a_run_that_fails_leaves_what_it_kept(running, monkeypatch):
-    run, meter = training(running, memory_every=1)
+    run = training(running, memory_every=1)
     monkeypatch.setattr(run.checkpoints, "close", lambda: None)
     monkeypatch.setattr(run.memory, "save", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        _run_to_end(run, initial_state(), meter)
+        run_to_end(run, initial_state())
     assert (run.memory.ended, run.memory.closed) == (False, True)
 
 
