@@ -116,6 +116,7 @@ def script(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 @pytest.mark.parametrize(
     ("typed", "wanted"),

@@ -59,6 +59,7 @@ def assert_read(step, arrays):
             assert read.tobytes() == wanted[index].tobytes(), (path, index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "dtype"), [(ONE, "float32"), (MIXED, "bfloat16"), *REST])
 def test_parts_are_read_whatever_mesh_saved_them(tmp_path, mesh, dtype):
     state = state_on(mesh, dtype)

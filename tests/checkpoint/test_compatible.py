@@ -288,6 +288,7 @@ def test_a_manifest_says_what_a_resume_compares():
     assert same_reduction(said, train_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in fields() if name.startswith(("model.", "moe."))])
 def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
     changes = []

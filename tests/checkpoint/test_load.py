@@ -28,6 +28,7 @@ def saved(tmp_path_factory):
     return directory, state
 
 
+@pytest.mark.slow
 def test_every_parameter_has_its_name_and_values(saved):
     directory, state = saved
     weights = moejax.load_checkpoint(directory.parent)

@@ -91,6 +91,7 @@ def resumed(directory, mesh=MESHES[0]):
     return found and found.state, notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_what_was_saved_on_one_mesh_is_equal_on_any(directory, mesh):
     state, notes = resumed(directory, mesh)

@@ -110,6 +110,7 @@ def spec_of(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[1:3])
 def test_a_checkpoint_written_on_any_mesh_restores_on_one_device(tmp_path, mesh):
     train_step, _ = case(mesh, "muon")

@@ -67,6 +67,7 @@ def test_collectives_give_what_those_of_jax_give(everything_exchanged, name, axe
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.int8])
 @pytest.mark.parametrize(
     ("processes", "axes"),

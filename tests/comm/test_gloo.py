@@ -59,6 +59,7 @@ def apart(x):
 BODIES = [in_a_loop, in_a_scan, in_a_branch, in_calls, apart]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("special", [0.0, -0.0, np.nan, np.inf])
 def test_values_stay_as_they_are(body, special):

@@ -104,6 +104,7 @@ STEPS = {
 DEFAULT = "weights over all", "activations across"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in DEFAULT else LATER) for c in STEPS]
 )

@@ -57,6 +57,7 @@ def test_every_feature_changes_the_config():
         assert len(set(configs)) == len(configs), factor
 
 
+@pytest.mark.slow
 def test_combinations_hold_pairs_that_nobody_covered_and_refused_pairs_are_refused():
     left, drawn = all_pairs(), draw(0)
     for _ in range(20):

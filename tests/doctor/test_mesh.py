@@ -101,6 +101,7 @@ def config(tmp_path):
     return str(write_config(tmp_path, text, tmp_path / "run") / "config.yaml")
 
 
+@pytest.mark.slow
 def test_the_command_gives_a_verdict_and_leaves_nothing(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checks, "SIZES", (2**14,))
     monkeypatch.setattr(checks, "AIM_S", 0.001)

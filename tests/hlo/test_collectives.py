@@ -83,6 +83,7 @@ def test_the_tensor_axis_sends_no_duplicates(activations):
     assert Counter(one.bytes for one in sent) == {rows * 32 * 4: 4, rows * 4: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 4, 2), (1, 2, 2, 2)])
 def test_recomputation_never_communicates_when_collectives_are_kept(mesh):
     counts = {}
@@ -93,6 +94,7 @@ def test_recomputation_never_communicates_when_collectives_are_kept(mesh):
     assert counts["full"]["all_to_all"] > counts["none"]["all_to_all"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["token_collectives", "attention", "experts"])
 def test_token_collectives_are_kept_while_weights_are_gathered_again(remat):
     none, _ = census(capacity_case((1, 2, 2, 2)))
@@ -115,6 +117,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for():
         assert gathered["bfloat16"] > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 8, 1, 1), (1, 1, 8, 1)])
 def test_a_weights_gradient_costs_one_reduce_scatter_of_its_size(mesh):
     cfg = capacity_case(mesh)

@@ -155,6 +155,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", BAD, ids=lambda words: words[0])
 def test_bad_input_ends_all_with_one_line_each(place, words):
     code, out, _ = run(place, *words, launcher=LOCAL)

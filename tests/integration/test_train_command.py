@@ -53,7 +53,6 @@ def test_a_run_leaves_config_metrics_events_and_the_newest_checkpoints(place, st
     assert "dropped 0" in out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -217,6 +216,7 @@ def test_a_run_takes_its_first_weights_from_another(place, straight):
     jax.tree.map(np.testing.assert_array_equal, *weights.values())
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_sizes_and_wire_and_starts_no_accelerator(place):
     run_dir = place / "dry"
     # Starting the TPU that JAX is told to use would fail where there is none.
@@ -232,6 +232,7 @@ def test_a_dry_run_prints_sizes_and_wire_and_starts_no_accelerator(place):
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_for_a_gpu_needs_neither_gpu_nor_cudnn(place):
     # The smallest heads that cuDNN takes are eight wide.
     mesh = ["mesh.platform=gpu", "mesh.simulated_devices=none"]
@@ -250,6 +251,7 @@ def test_print_config_gives_json_that_is_a_config(place, tmp_path):
     assert load_config(copy) == load_config(place / "config.yaml", overrides)
 
 
+@pytest.mark.slow
 def test_hardware_that_is_absent_is_named(place, tmp_path):
     words = [f"--config.run_dir={tmp_path}", "--config.mesh.simulated_devices=none"]
     code, _, err = run(place, *words, "--config.mesh.platform=tpu", "--config.mesh.replica=2")

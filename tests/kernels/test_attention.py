@@ -95,6 +95,7 @@ def test_sinks_scale_and_width_of_values_are_those_of_the_formula(implementation
         np.testing.assert_allclose(np.asarray(have).reshape(-1), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "values"), [(None, 8), (1, 8), (5, 8), (5, 4), (None, 12)])
 @pytest.mark.parametrize("implementation", ["cudnn", "cudnn_masked"])
 def test_what_cudnn_is_asked_for_is_the_same(monkeypatch, implementation, window, values):

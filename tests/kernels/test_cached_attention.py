@@ -8,6 +8,7 @@ from moejax.kernels.attention.blocked import attention
 from moejax.kernels.attention.cached_attention import cached_attention, put
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 1)])

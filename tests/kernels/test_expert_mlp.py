@@ -68,6 +68,7 @@ def test_blocked_equals_the_reference(sizes):
     check("blocked", [*sizes, *[0] * (5 - len(sizes))], 210 - sum(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [2**19, 64])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("sizes", [[0, 1, 0, 1], [0, 20, 0, 3], [9, 8, 1, 7], [0, 0, 0, 0]])
@@ -107,6 +108,7 @@ def test_blocked_takes_groups_larger_than_its_largest_block(monkeypatch):
     check("blocked", [3, 21, 0, 8, 9], 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_chunks_add_their_weight_gradients_to_those_of_the_chunk_before(dtype):
     """In float32, and a chunk that has no rows of a group leaves its sums alone."""
@@ -198,6 +200,7 @@ def one_by_one(sizes, limit, x, w_in, w_out, b_in=None, b_out=None):
 SIZES = [40, 0, 90, 1, 79, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["blocked", "ragged_dot", "reference"])
 @pytest.mark.parametrize("limit", [None, LIMIT])
 @pytest.mark.parametrize("biased", [False, True])
@@ -221,6 +224,7 @@ def test_biases_and_the_clamp_give_the_plain_forms_value_and_gradients(
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["blocked", "ragged_dot", "reference"])
 @pytest.mark.parametrize("limit", [None, LIMIT])
 @pytest.mark.parametrize("biased", [False, True])
@@ -286,6 +290,7 @@ def factors(shapes, scale=1.0, dtype=np.float32):
     return Factors(*(jnp.asarray(scale * rng.standard_normal(shape), dtype) for shape in shapes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "biased", "which"),
     [
@@ -345,6 +350,7 @@ def test_few_rows_have_adapters_too(sizes):
     np.testing.assert_allclose(have, want, rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["blocked", "ragged_dot", "reference"])
 @pytest.mark.parametrize("rows", [5, 300])
 def test_what_a_young_adapter_adds_to_experts_in_bfloat16_is_right(implementation, rows):
@@ -372,6 +378,7 @@ def test_what_a_young_adapter_adds_to_experts_in_bfloat16_is_right(implementatio
     assert np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["blocked", "reference"])
 def test_gradients_of_biases_in_bfloat16_are_summed_in_float32(implementation):
     """4096 equal terms, of which a sum in bfloat16 would lose all but some 256."""
@@ -404,6 +411,7 @@ def test_clamped_swiglu_passes_what_is_not_a_number_and_gradients_at_the_limit()
     assert up[3] == 0
 
 
+@pytest.mark.slow
 @few(12)
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), spare=st.integers(0, 5))
 def test_add_bias_adds_to_rows_of_a_group_and_sums_over_them(sizes, spare):

@@ -36,6 +36,7 @@ def check(sizes, rows, K=128, N=256, dtype=jnp.bfloat16):
         np.testing.assert_allclose(np.asarray(have, np.float32), want, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[100, 0, 156], [3, 130, 60], [0, 0, 0]])
 def test_product_and_gradients_are_those_of_the_specification(sizes):
     check(sizes, 256)

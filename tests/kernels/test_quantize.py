@@ -54,6 +54,7 @@ def test_the_error_stays_below_the_stated_bound(x, name, block):
     assert np.all(np.abs(y - x.astype(np.float64)) <= bound(x, name, block))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(x=arrays, name=names, seed=st.integers(0, 99))
 def test_stochastic_rounding_errs_by_less_than_a_step(x, name, seed):

@@ -458,6 +458,7 @@ def trace_gradients(place, chosen):
 AHEAD = {"spread": "stages", "ahead": "one"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize(
     ("place", "chosen", "parts"),

@@ -79,6 +79,7 @@ def test_every_form(heads, widths, window, sinks, isolated):
     check(heads=heads, widths=widths, window=window, sinks=sinks, isolated=isolated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 8])
 def test_gradients_are_the_same_in_one_kernel_and_in_two(monkeypatch, parts):
     monkeypatch.setattr(splash, "FUSED_PARTS", parts)

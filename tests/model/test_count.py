@@ -111,6 +111,7 @@ def test_deepseek_v3s_module_for_multi_token_prediction_is_a_layer_and_what_join
     assert counts.matmul == plain.matmul + module
 
 
+@pytest.mark.slow
 def test_every_config_traces():
     names = sorted(path.stem for path in CONFIGS.glob("*.py"))
     assert "tiny" in names

@@ -146,6 +146,7 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
     return train_step.step.trace(train_step.abstract, train_step.abstract_batch()).jaxpr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

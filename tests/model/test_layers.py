@@ -19,6 +19,7 @@ def test_epsilon_is_added_to_the_mean_square(size):
     np.testing.assert_allclose(RMSNorm(4, 1e-5)(jnp.asarray(x_ND)), wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_are_drawn_as_the_config_says():
     """With its deviation; those that add to the residual stream with less, by the depth."""
     model = {"width": 64, "mlp_hidden": 256, "num_layers": 3, "head_width": 16, "vocab_size": 512}

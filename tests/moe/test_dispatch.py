@@ -149,15 +149,17 @@ RARELY |= {"split": 8}
 RARELY |= {name: 1 for name in TRIMMED}
 
 
+USUAL = {("split", 1), ("merge", 8)}  # what `make test` runs
+
+
 def with_choices():
-    """Each route with one K; with the other for `make test-all CASES=every`, but a merging one."""
+    """Each route with one K, which is slow; with the other exhaustive, but a merging one."""
     for name, k in product([*sorted(ROUTES), *TRIMMED], [1, 8]):
         often = RARELY.get(name) != k and name not in TRIMMED[1:]
-        rare = () if often else pytest.mark.exhaustive
-        yield pytest.param(name, k, marks=rare)
+        mark = pytest.mark.slow if often else pytest.mark.exhaustive
+        yield pytest.param(name, k, marks=() if (name, k) in USUAL else mark)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "k"), list(with_choices()))
 @few(12)
 @given(data=st.data())

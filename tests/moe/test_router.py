@@ -140,6 +140,7 @@ def test_z_loss_is_the_mean_squared_log_partition():
     assert float(loss) == pytest.approx((np.log(2) ** 2 + np.log(8) ** 2) / 2)
 
 
+@pytest.mark.slow
 def test_devices_shares_of_the_losses_add_up_to_those_of_all_tokens():
     cfg, layout = RouterConfig(), build_layout(MeshConfig(replica=2, expert=2, tensor=2))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 1, 2, 2), layout.mesh_axes)

@@ -389,6 +389,7 @@ def test_a_phone_and_a_wide_screen_show_it_without_scrolling_sideways(tab, width
     assert opened.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
 def test_a_reader_of_dark_pages_gets_one(tab):
     dark, light = (
         tab(scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")

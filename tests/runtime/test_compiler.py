@@ -56,6 +56,7 @@ def test_without_hops_nothing_is_asked_of_gpus_and_of_tpus_only_what_moves_weigh
     assert compiler_options("tpu", hops=1) == weights | {"xla_tpu_enable_async_all_to_all": "true"}
 
 
+@pytest.mark.slow
 def test_a_step_on_cpu_copies_no_moments():
     step = step_for(small_config((1, 1, 1, 1)))
     text = step.step.lower(step.abstract, step.abstract_batch()).compile().as_text()

@@ -32,6 +32,7 @@ def compiled(parts):
     return train_step, program.memory_analysis()
 
 
+@pytest.mark.slow
 def test_evaluation_is_cut_as_the_step_is():
     """Of 16 parts each has a 16th of the rows, and so of the activations."""
     weights = compiled(1)[0].argument_bytes()["weights"]
@@ -56,6 +57,7 @@ def test_what_evaluation_needs_is_what_the_compiler_says(parts):
     assert found.temporary == pytest.approx(said.temp_size_in_bytes, abs=room)
 
 
+@pytest.mark.slow
 def test_sampling_needs_no_more_than_evaluation():
     """Of a part of one sequence, which is the least that there is."""
     train_step = step_for(small_config((2, 1, 1, 1), train={"batch_sequences": 2}, **WIDE))
@@ -63,6 +65,7 @@ def test_sampling_needs_no_more_than_evaluation():
     assert 0 < found[0].bytes <= found[1].bytes
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_all_three():
     train_step = compiled(16)[0]
     peaks = summarize(train_step).peaks
@@ -76,6 +79,7 @@ def test_a_dry_run_counts_all_three():
     assert all(f"{name} {human_bytes(size)}" in words for name, size in peaks.items())
 
 
+@pytest.mark.slow
 def test_the_sum_does_not_depend_on_the_parts():
     cfg = config(1)
     train = dataclasses.replace(cfg.train, micro_batches=4)

@@ -40,6 +40,7 @@ def assert_same_sums(found, wanted):
     jax.tree.map(check, found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("across", "mesh", "nodes", "changes"),
     [
@@ -90,6 +91,7 @@ def weights_of(cfg, *, router):
     return sum(x.size for dims, x in pairs if len(dims) > 1 and (dims == "DE") == router)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LATER)])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_cross_nodes_as_often_as_is_said(parts, dtype):
@@ -111,6 +113,7 @@ def test_weights_cross_nodes_as_often_as_is_said(parts, dtype):
     assert sent["step"] == pytest.approx(kept / 2 / 4)
 
 
+@pytest.mark.slow
 def test_gradients_cross_nodes_once_a_step_where_weights_do():
     def crossing(across, parts):
         found, step = calls(case(across, **{"train.micro_batches": parts}))
@@ -127,6 +130,7 @@ def test_gradients_cross_nodes_once_a_step_where_weights_do():
     assert crossing("step", 2) == crossing("step", 1) == once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("across", ["use", pytest.param("step", marks=LATER)])
 def test_the_codec_of_weights_crosses_nodes_alone(across):
     """The gather inside a node sends plain numbers; all shards are rounded, own ones too."""

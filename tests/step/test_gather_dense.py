@@ -24,6 +24,7 @@ def gradients(*args, **settings):
     return jax.tree.map(np.asarray, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "parts", "settings"),
     [
@@ -50,6 +51,7 @@ def test_weights_gathered_once_a_step_change_no_gradient(mesh, parts, settings):
     jax.tree.map(check, found, wanted)
 
 
+@pytest.mark.slow
 def test_sums_of_whole_gradients_enter_the_codec_across_nodes():
     def reduced(gather_dense, codec):
         cfg = on_nodes((2, 2, 1, 2), codec=codec)

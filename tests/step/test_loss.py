@@ -143,6 +143,7 @@ def test_no_number_of_tokens_goes_token_by_token(tokens, chunk_tokens):
         assert tokens <= count * rows < tokens + fewest
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.integers(1, 3), st.integers(1, 7), st.integers(1, 4), st.integers(2, 9), st.integers(1, 30)

@@ -62,6 +62,7 @@ def first(cfg):
     return train_step, spread(state, train_step)
 
 
+@pytest.mark.slow
 def test_rounding_differs_by_step_and_seed_and_is_the_same_again():
     cfg = across_nodes("int4+stochastic", 1, 2)
     found = reduced(cfg)
@@ -71,6 +72,7 @@ def test_rounding_differs_by_step_and_seed_and_is_the_same_again():
     assert not np.array_equal(reduced(other), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", "int8+feedback"])
 def test_copies_across_nodes_meet_once_a_step(codec):
     """More parts are more reduce-scatters over shards, and no more of what copies send."""
@@ -120,6 +122,7 @@ def noisy(*cut, step=0):
     return train_step.gradients(state, place(train_step, random_batch(train_step.cfg)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "parts", "activations"), CUTS)
 def test_router_noise_depends_on_neither_mesh_nor_parts(mesh, parts, activations):
     wanted, found = noisy((1, 1, 1, 1), 1, "sequence"), noisy(mesh, parts, activations)

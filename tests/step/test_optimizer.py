@@ -134,6 +134,7 @@ def test_the_norm_over_shards_is_that_of_the_whole_tree(mesh, expert_weights):
     assert float(found) == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 2, 2, 2)])
 def test_gradients_beyond_the_limit_are_scaled_down_and_others_left(mesh):
     gradients = random_tree(1)
@@ -162,6 +163,7 @@ def matrices(name, x):
     return x.reshape(-1, SIZES["F"], SIZES["D"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["query", "out", "up", "down", "to_latent", "from_latent"])
 def test_muon_makes_every_matrix_of_every_layer_and_expert_nearly_orthogonal(name):
     options = {"name": "muon", "muon_learning_rate": 1.0, "weight_decay": 0.0}
@@ -174,6 +176,7 @@ def test_muon_makes_every_matrix_of_every_layer_and_expert_nearly_orthogonal(nam
     assert values.max() < 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert_weights", ["hidden", "folded"])
 @pytest.mark.parametrize("mesh", [(1, 2, 2, 2), (1, 1, 8, 1)])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -227,6 +230,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name):
     assert all(int(x) == 1 for x in jax.tree.leaves(before[1]) if x.ndim == 0)
 
 
+@pytest.mark.slow
 def test_layers_are_updated_as_if_each_were_alone():
     gradients, params = random_tree(1, layers=3), random_tree(2, layers=3)
     options = {"name": "muon", "muon_learning_rate": 1.0, "clip_norm": None}

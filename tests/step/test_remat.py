@@ -43,6 +43,7 @@ def test_what_is_kept_changes_no_gradient(remat):
     assert_near(gradients(remat), gradients("none"))
 
 
+@pytest.mark.slow
 def test_unrolled_layers_behind_barriers_have_the_same_gradients(monkeypatch):
     """On CPU there are no barriers; the order that they ask for is computed all the same."""
     wanted = gradients("none")

@@ -152,6 +152,7 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_interleaved_stages_that_keep_inputs_after_layers_of_their_own():
     """The cheapest with two chunks, with inputs kept, and with a chain back to what is before."""
     model = {"moe_every": None, "stage_chunks": 2, "layers_before_stages": 1}
@@ -174,6 +175,7 @@ SLICED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "slices", "times", "mesh", "case"),
     [
@@ -289,6 +291,7 @@ def with_adapters(state):
     return state._replace(params=params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "targets", "model", "axis"),
     [
@@ -415,6 +418,7 @@ def test_steps_are_those_of_one_device(name, chunks):
         np.testing.assert_array_equal(g, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activations", "model", "slices"),
     [

@@ -45,7 +45,6 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
     assert_close(gradients, jax.tree.map(np.asarray, wanted), terms=TERMS)
 
 
-@pytest.mark.slow
 def test_gradient_is_the_slope_of_the_loss():
     """Finite differences, along the gradient and along a random direction."""
     cfg = small_config((2, 1, 2, 2), moe=CERTAIN, router={"balance_loss": 0.0, "z_loss": 0.0})
@@ -89,6 +88,7 @@ def nll_by_position(train_step, state, batch):
     return only
 
 
+@pytest.mark.slow
 def test_no_position_sees_later_tokens_or_other_documents():
     cfg = small_config((1, 1, 2, 2), moe=CERTAIN)
     train_step = step_for(cfg)
@@ -185,6 +185,7 @@ def test_an_update_that_is_not_finite_is_counted_and_not_applied():
     jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place_of_one", [None, 0, -1])
 def test_a_step_tells_whether_there_was_a_target_anywhere(place_of_one):
     """On one device of four at most."""
@@ -215,6 +216,7 @@ def test_a_step_compiled_for_shapes_is_not_compiled_again():
     assert not [name for name in compiled if "backend_compile" in name]
 
 
+@pytest.mark.slow
 def test_a_runs_step_is_traced_once(tmp_path, monkeypatch):
     """For shapes, for the first state, for the step's own results, and for a restored state."""
     chex.clear_trace_counter()
@@ -246,6 +248,7 @@ def test_the_update_clips_by_the_norm_over_all_devices():
     assert norms[0] == pytest.approx(norms[1], rel=float(TERMS * np.finfo(np.float32).eps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive), (1, 1, 4, 2)]
 )

@@ -60,6 +60,17 @@ CASES = [
 RARE = [CASES[number] for number in (10, 11, 12)]
 
 
+# All axes at once, every kind of attention and loss, and rounds: what `make test` runs.
+USUAL = [CASES[number] for number in (5, 6, 16)]
+
+
+def how_often(case):
+    """The mark of a case: none, slow or exhaustive."""
+    if case in USUAL:
+        return ()
+    return pytest.mark.exhaustive if case in RARE else pytest.mark.slow
+
+
 # Annotations are checked once with each layout, and where buckets overflow.
 CHECKED = {case.layout: case for case in CASES if case.path == "certain"}.values()
 
@@ -75,7 +86,7 @@ def annotations(case):
 @pytest.mark.usefixtures("annotations")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.exhaustive if case in RARE else ()) for case in CASES],
+    [pytest.param(case, marks=how_often(case)) for case in CASES],
     ids=lambda case: f"{case.route}-{case.mesh}-{case.path}",
 )
 def test_the_step_gives_the_oracles_loss_and_gradients(case):

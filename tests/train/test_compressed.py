@@ -196,6 +196,7 @@ def test_tokens_cross_nodes_as_their_codecs_say(route, codecs):
     assert_off_by(gradients_of(cfg), gradients_of(plain(cfg)), 4 * share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "bytes_each"), [("int8", 1 + 4 / 16), ("bfloat16", 2)])
 def test_rows_of_tokens_are_that_much_smaller_on_the_wire(codec, bytes_each):
     cfg = with_codecs((1, 1, 8, 1), 4, dispatch=codec, combine=codec)
@@ -238,6 +239,7 @@ def test_gradients_of_the_first_blocks_travel_as_they_are():
     assert any(jax.tree.leaves(jax.tree.map(compare, found, wanted)))
 
 
+@pytest.mark.slow
 def test_a_start_layer_inside_a_pattern_leaves_the_whole_pattern_as_it_is():
     """Of four blocks in two repeats of a pattern of two: none, one repeat or both are coded."""
 

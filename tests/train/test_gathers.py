@@ -29,6 +29,7 @@ def test_gathers_that_take_longer_than_products_are_told():
     assert "\n" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

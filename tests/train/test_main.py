@@ -53,6 +53,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, monkeypatch, capsys, set
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_without_known_nodes_says_that_codecs_are_not_counted(
     tmp_path, monkeypatch, capsys
 ):
@@ -63,6 +64,7 @@ def test_a_dry_run_without_known_nodes_says_that_codecs_are_not_counted(
     assert "codecs are not counted below" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_a_dry_run_estimates_memory_on_the_platform_that_its_plan_is_for(
     tmp_path, monkeypatch, capsys

@@ -149,6 +149,7 @@ def test_a_resumed_run_with_other_nodes_does_not_keep_its_plan(cfg):
     assert (found.plan.nodes, found.cfg.mesh.nodes) == (4, 4)
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_known_links(cfg):
     assert plan_dry(cfg, 8).plan is not None
     with pytest.raises(InputError, match="links are not known"):

@@ -28,6 +28,7 @@ def files(run_dir):
     return {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 8, STEPS])
 def test_a_step_equals_what_was_logged_and_saved_and_nothing_is_written(trained, step):
     before = files(trained)

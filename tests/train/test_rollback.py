@@ -169,6 +169,7 @@ def stop_at(step, monkeypatch):
     monkeypatch.setattr(StepCheck, "after", signalled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped_at", [5, 9])
 def test_a_run_that_was_stopped_goes_back_where_one_that_was_not_does(
     run, tmp_path, monkeypatch, stopped_at
@@ -201,6 +202,7 @@ def test_updates_that_were_skipped_before_a_stop_count_after_it(run, tmp_path, m
     assert (told["step"], told["to"], told["skipped"]) == (8, 4, 4)
 
 
+@pytest.mark.slow
 def test_checkpoints_from_before_losses_were_kept_are_read(run, tmp_path):
     run("old", {}, num_steps=8)
     step = tmp_path / "old" / "checkpoints" / "8"

@@ -35,6 +35,7 @@ def init(**_):
 """
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_and_says_holds_no_secret(tmp_path, monkeypatch, capfd):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

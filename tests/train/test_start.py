@@ -140,6 +140,7 @@ def resumed(directory, cfg):
     return found.state, train_step, out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written_as", ["format 2", "format 1"])
 @pytest.mark.parametrize(
     "change",

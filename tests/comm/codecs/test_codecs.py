@@ -51,6 +51,7 @@ def draw(seed, *shape):
     return jnp.asarray(x, jnp.float32)
 
 
+@pytest.mark.slow
 @codecs
 @pytest.mark.parametrize("size", [1, 127, 128, 1000])
 def test_bytes_on_the_wire_and_size_of_the_state_are_as_said(codec, size):
@@ -66,6 +67,7 @@ def test_bytes_on_the_wire_and_size_of_the_state_are_as_said(codec, size):
     assert (y.shape, y.dtype) == (x.shape, jnp.float32)
 
 
+@pytest.mark.slow
 @codecs
 def test_rows_do_not_touch_each_other(codec):
     """So that a payload may be cut at its leading axis and sent to different peers."""
@@ -80,6 +82,7 @@ def test_rows_do_not_touch_each_other(codec):
         np.testing.assert_array_equal(after[row], after_alone)
 
 
+@pytest.mark.slow
 @codecs
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so(codec, value):
@@ -88,6 +91,7 @@ def test_what_is_not_finite_stays_so(codec, value):
     assert not np.isfinite(np.asarray(codec.decode(payload, 500))[0, 77])
 
 
+@pytest.mark.slow
 @codecs
 def test_zeros_cost_nothing(codec):
     x = jnp.zeros((2, 200))
@@ -187,6 +191,7 @@ def test_what_finds_no_room_is_counted_and_the_threshold_ages():
     np.testing.assert_allclose(float(state[0, 0]), 10 * first, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adaptive_codec_notes_what_each_level_would_leave_out():
     levels = (Blocks("int8"), Blocks("int4"), TopK(0.01))
     x = draw(4, 3, 1024)

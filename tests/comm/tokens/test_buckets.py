@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def first_of_its_peer(peer_NK, n, k):
     return peer_NK[n, k] not in peer_NK[n, :k]
 
 
+@pytest.mark.slow
 @given(to_peers, st.booleans())
 def test_ranks_number_the_items_of_each_peer_in_row_order(case, merge):
     peer_NK, P = case
@@ -78,6 +80,7 @@ def test_every_item_gets_a_slot_of_its_own_in_its_peers_bucket(case, parts, merg
     assert np.all(filled.max(axis=0) - filled.min(axis=0) <= 1), "parts are dealt to in turn"
 
 
+@pytest.mark.slow
 @given(routings(), st.sampled_from([1, 2, 3]))
 def test_parts_by_expert_are_equally_full_runs_of_the_sorted_items(case, parts):
     """So that a chunk meets few experts. Two experts to a peer."""
@@ -111,6 +114,7 @@ def test_items_are_sorted_by_group_without_gaps(case):
     assert np.all(np.asarray(places.item_of_slot)[kept.size :] == group_MK.size)
 
 
+@pytest.mark.slow
 @given(routings(), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.booleans())
 def test_a_bucket_row_knows_the_experts_it_visits(case, per_peer, parts, merge):
     expert_NK, E = case

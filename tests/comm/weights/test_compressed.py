@@ -116,6 +116,7 @@ def kept(state, scatter, copies):
     return kept + np.broadcast_to(total[:, None], (len(total), C, C, n)).reshape(8, C, n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize(("scatter", "copies"), CASES)
 def test_bytes_are_the_codecs_and_travel_in_two_collectives(name, scatter, copies):

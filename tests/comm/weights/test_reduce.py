@@ -14,6 +14,7 @@ from moejax.layout.layout import build_layout
 MESH = {"replica": 2, "fsdp": 2, "expert": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_bytes", [None, 64])
 @pytest.mark.parametrize("slow", [(), ("fsdp",), ("replica",)])
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def mapped(step, dims, parts, param):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", ["DHC", "EDUF", "VD", "D"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_give_the_bits_of_their_sum(case, dims):

@@ -124,6 +124,7 @@ def test_biases_and_the_clamp_stand_between_the_products():
         assert np.abs(have - want).max() < 2**-5 * np.abs(want).max()
 
 
+@pytest.mark.slow
 @few(6)
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=9), spare=st.integers(0, 300))
 def test_every_row_counts_in_one_tile_of_its_group(sizes, spare):

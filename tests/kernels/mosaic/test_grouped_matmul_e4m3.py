@@ -58,6 +58,7 @@ def _matrices(w, K, N):
     return dequantize_weights(w, (K, N))
 
 
+@pytest.mark.slow
 def test_products():
     """An empty group, rows that fill no copy, columns that fill no tile, many steps."""
     check_product([70, 0, 3], 4, 5 * BLOCK, 192)

@@ -65,6 +65,7 @@ def test_quantised_bytes_are_those_of_the_reference(rows, size, name, block, dty
     same_bytes(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_special_value_is_treated_as_the_reference_treats_it(name):
     x = jnp.tile(jnp.float32([1.0]), (len(SPECIAL), 32)).at[:, 5].set(jnp.float32(SPECIAL))
@@ -115,6 +116,7 @@ def test_the_sum_over_peers_errs_by_roundings_of_float32(
     assert np.all((np.abs(np.asarray(got, np.float64) - exact) <= bound) | np.isnan(exact))
 
 
+@pytest.mark.slow
 def test_the_sum_is_in_float32_whatever_the_result_is_kept_in():
     """256 + 8 ones: in bfloat16, one at a time, none of them would count."""
     x = jnp.ones((9, 1, 32)).at[0].set(256)

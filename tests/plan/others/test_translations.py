@@ -46,6 +46,7 @@ def test_names_and_values_are_those_of_the_trainers_parser_on_every_mesh(trainer
         assert not wrong(trainer, TO[trainer](cfg))
 
 
+@pytest.mark.slow
 @EACH
 def test_names_and_values_are_known_whatever_the_plan_chose(trainer):
     tensors = ({"tensor": 1, "expert": 32}, {"tensor": 4, "expert": 8})
@@ -77,6 +78,7 @@ def test_packages_are_those_of_the_record(trainer):
     assert TO[trainer](plan("Mixtral-8x7B", mesh__fsdp=64)).package == KNOWN[trainer]["package"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral-8x7B", "Qwen3-30B-A3B"])
 @pytest.mark.parametrize("micro", [1, 4])
 def test_sizes_multiply_to_all_devices_and_batches_to_the_batch(name, micro):

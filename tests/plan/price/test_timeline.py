@@ -69,6 +69,7 @@ def test_the_critical_chain_has_no_gap(tasks):
         assert timeline.end_s[earlier] == timeline.start_s[later]
 
 
+@pytest.mark.slow
 @given(tasks=schedules(streams=("compute", "pipe", "line"), most=20, compute_share=(0.0,)))
 def test_streams_that_serve_one_at_a_time_are_busy_for_their_load(tasks):
     timeline = simulate(tasks, POLICIES)

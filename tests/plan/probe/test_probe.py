@@ -112,6 +112,7 @@ def test_a_cpu_is_timed_with_arrays_that_caches_hold_and_with_exponentials_and_s
         assert device.exponentials_per_s == device.reductions_per_s == math.inf
 
 
+@pytest.mark.slow
 def test_a_whole_program_runs_beside_its_price(monkeypatch):
     monkeypatch.setitem(probe_program.MODELS, "cpu", TINY_PROGRAM)
     watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(2, 2))

@@ -84,6 +84,7 @@ def _text(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_page_holds_every_plan_the_chosen_one_first(found, data):
     assert [one["name"] for one in data["plans"]] == ["1", "2", "EP"]
     wanted = [*found.ranked, found.rules["EP"]]
@@ -334,6 +335,7 @@ def test_a_reader_of_dark_pages_gets_one(tab):
     assert brightness[0] < 150 < 600 < brightness[1]
 
 
+@pytest.mark.slow
 def test_another_plan_can_be_drawn(tab):
     opened = tab()
     before = opened.locator(".panel h3").first.inner_text()

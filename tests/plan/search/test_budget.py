@@ -78,6 +78,7 @@ def test_the_same_question_gets_the_same_plans_on_a_slow_clock(times):
     assert (slow.traced, slow.cut) == (12, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "traces", [2, 7, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 20))]
 )
@@ -92,6 +93,7 @@ def test_more_traces_find_nothing_worse():
     assert seconds[-1] < seconds[0]
 
 
+@pytest.mark.slow
 def test_a_time_cap_that_ends_a_search_is_told(tmp_path, monkeypatch):
     quick, capped = quick_search(), look([1.0], cap=20.0)
     assert 2 <= capped.traced < 12

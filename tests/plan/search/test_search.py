@@ -112,6 +112,7 @@ def test_codecs_are_called_by_their_presets_name_where_they_are_just_its_own():
     assert rest_text(Config()) == "-"
 
 
+@pytest.mark.slow
 def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
     """Four micro-batches on two nodes: each would send dense weights and gradients again."""
     cfg = change(model(), {"mesh.replica": 1, "mesh.fsdp": 8, "train.micro_batches": 4})
@@ -147,6 +148,7 @@ def test_weights_cross_slow_links_as_seldom_as_pays():
     )
 
 
+@pytest.mark.slow
 def test_small_buckets_are_larger_where_rounds_cost_more():
     """Of 64 tokens with two choices 16 are for each device, and 20 fit: one has more, mostly."""
     cfg = change(model(moe={"capacity_factor": None}), {"mesh.replica": 1, "mesh.expert": 8})
@@ -277,6 +279,7 @@ def test_rules_of_thumb_are_the_meshes_that_people_take(experts, near, far):
     assert {(one.route, one.compression.preset) for one in found.values()} == {("split", "none")}
 
 
+@pytest.mark.slow
 def test_rules_are_priced_beside_the_plans_whatever_is_pinned(found):
     assert list(found.rules) == sorted(found.rules, key=lambda n: found.rules[n].seconds)
     spread = found.rules["EP"]
@@ -291,6 +294,7 @@ def test_rules_are_priced_beside_the_plans_whatever_is_pinned(found):
     assert all(one.cfg.mesh.fsdp == 1 for one in found.ranked)
 
 
+@pytest.mark.slow
 def test_skew_costs_what_a_plan_exchanges():
     dropless, routings = model(moe={"capacity_factor": None}), ("balanced", "zipf:1.5")
     seconds = []
@@ -385,6 +389,7 @@ def test_a_search_that_ran_out_of_traces_says_how_many_and_what_to_raise():
     assert "--traces" not in why_none(model(), bound, one, 1.0, meshes=2, traces=2)
 
 
+@pytest.mark.slow
 def test_a_search_that_finds_nothing_says_that_its_traces_were_few(monkeypatch):
     """Four plans of ten meshes were traced, and the user was told to buy more devices."""
     axes = {"mesh.replica", "mesh.fsdp", "mesh.expert"}

@@ -154,6 +154,7 @@ def test_what_stages_add_has_names():
     assert found["the rest"] < 0.1 * sum(found.values())
 
 
+@pytest.mark.slow
 def test_a_schedule_that_keeps_fewer_micro_batches_needs_less_memory():
     """1F1B keeps as many however many there are; GPipe keeps all."""
     cfg, topology = model(length=64), cluster()

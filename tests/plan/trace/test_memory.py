@@ -100,6 +100,7 @@ def test_the_scopes_add_up_to_the_peak():
     assert sum(found.by_scope.values()) == found.temporary
 
 
+@pytest.mark.slow
 def test_a_plan_needs_what_the_larger_of_step_and_evaluation_needs():
     cfg = small_config((2, 1, 1, 1))
     found = price(

@@ -143,6 +143,7 @@ def test_the_steps_flops_are_the_models():
     assert flops(schedule, "loss") == 3 * 2 * tokens * D * model.vocab_size
 
 
+@pytest.mark.slow
 def test_each_remat_step_keeps_more_products_from_being_computed_again():
     executed = {}
     for remat in ("none", "experts", "attention", "token_collectives", "full"):
@@ -190,6 +191,7 @@ def test_loops_run_their_trips_times_the_iterations_of_one():
         assert [one.calls for one in collectives_of(schedule)] == [times]
 
 
+@pytest.mark.slow
 def test_every_class_of_traffic_is_named():
     cfg = small_config((2, 1, 2, 2))
     named = {one.traffic for one in _collectives(cfg)}
@@ -212,6 +214,7 @@ def _collectives(cfg):
     return [op.collective for op, _ in walk(schedule_of(cfg)) if op.collective is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 3])
 def test_all_devices_agree_on_numbers_three_times_a_step(layers):
     """On targets, on every layer's load, on losses and the norm: no layer waits for all devices."""

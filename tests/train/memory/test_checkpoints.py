@@ -106,6 +106,7 @@ def bits(state):
     return {key: np.asarray(x).tobytes() for key, x in arrays_of(state).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_state_comes_back_to_the_same_bits_on_any_mesh(tmp_path, mesh):
     train_step, state = case(tmp_path)
