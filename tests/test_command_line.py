@@ -142,7 +142,7 @@ def test_bash_completes(script, typed, wanted):
     assert set(completions(script, typed)) == wanted
 
 
-ROUTES = {"duplicate", "split", "spread", "gather_home", "merge", "two_level", "two_level_merge"}
+ROUTES = {"duplicate", "split", "gather_home", "merge", "two_level", "two_level_merge"}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")

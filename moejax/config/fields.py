@@ -29,7 +29,10 @@ _KIND_NAMES = {
 ALIASES = {"init_from": "checkpoint.init_from"}
 
 # Values that settings had once: what to write in place of each, and why.
-REMOVED = {"mesh.schedule": {"gpipe": ("1f1b", "same bubble, less memory")}}
+REMOVED = {
+    "mesh.schedule": {"gpipe": ("1f1b", "same bubble, less memory")},
+    "route": {"spread": ("split", "fewer bytes between experts' devices")},
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -383,7 +383,6 @@ class Config:
         choices=(
             "duplicate",
             "split",
-            "spread",
             "gather_home",
             "merge",
             "two_level",

@@ -241,8 +241,8 @@ def select_quantized_rows(
     reason = f"one pass over memory permutes and quantises rows of {', '.join(blocks)}"
     if rest := [kind for kind in TOKENS if kind not in blocks]:
         reason += f"; those of {', '.join(rest)} are only permuted"
-    if route in ("spread", "gather_home"):
-        reason += f"; results that return over {route} are decoded first and then joined"
+    if route == "gather_home":
+        reason += "; results that return over gather_home are decoded first and then joined"
     return Choice("mosaic", reason)
 
 

@@ -25,7 +25,6 @@ from moejax.layout.layout import Axes, Layout
 ROUTES = {
     "duplicate": "every tensor rank sends every token (the baseline of benchmarks)",
     "split": "each tensor rank sends its own tokens; experts' tensor ranks gather what arrives",
-    "spread": "one all-to-all takes a token to every tensor rank of its expert",
     "gather_home": "tensor ranks each send a share of the same buckets; the source gathers results",
     "merge": "split, de-duplicated: a token crosses once to each device that has its experts",
     "two_level": "hierarchical all-to-all: between nodes first, then inside the node",
@@ -43,15 +42,12 @@ class Hop:
     # all_to_all: axes whose devices hold the same buckets. Each device sends its share, and on the
     # way back the shares are gathered.
     split: Axes = ()
-    # all_to_all: the last of `axes`. Every device along them gets a copy of the bucket, and on the
-    # way back the results of the copies are summed.
-    copies: Axes = ()
     # Codecs of rows and results, and of their gradients; a hop inside a node has none.
     codecs: Codecs = NO_CODECS
 
     def peers(self, layout: Layout) -> int:
         """P, the number of buckets of an all-to-all."""
-        return layout.size(self.axes) // layout.size(self.copies)
+        return layout.size(self.axes)
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,6 @@ def build_route(
     merge = name in ("merge", "two_level_merge")
     if name == "duplicate":
         hops = [Hop("all_to_all", owner), Hop("sum", tensor)]
-    elif name == "spread":
-        hops = [Hop("all_to_all", owner + tensor, copies=tensor)]
     elif name == "gather_home":
         hops = [Hop("all_to_all", owner, split=tensor), Hop("gather", tensor)]
     else:

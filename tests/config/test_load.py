@@ -200,7 +200,14 @@ def test_from_dict_is_strict(mapping, fragment):
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
-    [("mesh.schedule", "gpipe", "'gpipe' was removed: use '1f1b', same bubble, less memory.")],
+    [
+        ("mesh.schedule", "gpipe", "'gpipe' was removed: use '1f1b', same bubble, less memory."),
+        (
+            "route",
+            "spread",
+            "'spread' was removed: use 'split', fewer bytes between experts' devices.",
+        ),
+    ],
 )
 def test_a_removed_value_says_what_to_write_and_checkpoints_with_it_are_read(
     config_file, name, value, said

@@ -138,8 +138,8 @@ def test_rows_of_tokens_are_quantised_as_they_move_where_a_class_is_quantised():
     assert (choice.implementation, choice.declined) == ("mosaic", ())
     assert "quantises rows of dispatch, combine;" in choice.reason
     assert "those of dispatch_backward, combine_backward are only permuted" in choice.reason
-    spread = select_quantized_rows(HOPPER, QUANTISED, "spread", **ROWS)
-    assert "results that return over spread are decoded first" in spread.reason
+    joined = select_quantized_rows(HOPPER, QUANTISED, "gather_home", **ROWS)
+    assert "results that return over gather_home are decoded first" in joined.reason
     plain = {kind: names - {"int8", "e4m3"} for kind, names in QUANTISED.items()}
     choice = select_quantized_rows(HOPPER, plain, "split", **ROWS)
     assert (choice.implementation, choice.declined) == ("separate", ())

@@ -30,8 +30,6 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 ROUTES = [
     ("duplicate", (1, 1, 4, 2), 1, (2, 2), 2),
     ("duplicate", (1, 1, 2, 4), 1, (1, 1), 8),
-    ("spread", (1, 1, 4, 2), 1, (3, 2), 2),
-    ("spread", (1, 2, 1, 4), 1, (1, 1), 2),
     ("gather_home", (1, 1, 4, 2), 1, (4, 3), 2),
     ("gather_home", (2, 1, 2, 2), 1, (1, 2), 8),
     ("split", (1, 1, 4, 2), 1, (2, 2), 1),
@@ -67,7 +65,6 @@ def test_every_route_gives_the_oracles_loss_and_gradients(route, mesh, nodes, ch
 
 # Without a capacity buckets of 16 or 32 tokens overflow here, or just do not.
 DROPLESS = [
-    ("spread", (1, 1, 4, 2), 1, (3, 2), 2, "rounds"),
     ("gather_home", (2, 1, 2, 2), 1, (1, 2), 8, "usual"),
     ("split", (1, 2, 2, 2), 1, (3, 4), 2, "usual"),
     ("merge", (1, 1, 2, 4), 1, (4, 6), 2, "rounds"),

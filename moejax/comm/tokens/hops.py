@@ -20,7 +20,7 @@ from moejax.comm.codecs.build import build_plain_codec
 from moejax.comm.codecs.codec import Codec, Payload
 from moejax.comm.tokens.plan import DispatchPlan
 from moejax.comm.tokens.rows import decode, encode, encode_rows, sum_encoded
-from moejax.comm.tokens.swap import by_part, by_peer, for_peers, send, send_back, swap_encoded
+from moejax.comm.tokens.swap import by_part, by_peer, own_share, send, send_back, swap_encoded
 from moejax.kernels.permute import dots_of_choices, rows_at, sum_rows, weight_at
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop, Route
@@ -86,7 +86,7 @@ def _leave_source(
         rows_PIJ = wire.reduce_scatter(encode_copies(None, item_PIJ), hop.split, dim=2, tag=None)
         payload = encode(codec, rows_PIJ)
     else:
-        payload = encode_copies(codec, for_peers(item_PIJ, hop, layout))
+        payload = encode_copies(codec, own_share(item_PIJ, hop))
     arrived = decode(codec, swap_encoded(payload, hop, filled, codec), x_ND.shape[1], x_ND.dtype)
     weight_IMK = None
     if route.merges and not gradient:
@@ -140,7 +140,7 @@ def combine_at_source(
     with jax.named_scope("dispatch_backward" if gradient else "combine"):
         x_A, weight_AK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
         hop = route.hops[0]
-        codec = None if hop.copies or hop.split else _codec_back(hop, gradient)
+        codec = None if hop.split else _codec_back(hop, gradient)
         x_ND = sum_encoded(codec, x_A, weight_NK, slot_map, D, like.dtype)
         return Rows(x_ND, jax.tree.map(lambda w_AK: sum_rows(w_AK, slot_map.slot_MK), weight_AK))
 

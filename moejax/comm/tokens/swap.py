@@ -4,8 +4,7 @@ Per device, inside shard_map. Buckets have a fixed number of rows, padded, becau
 backend's all-to-all supports static shapes.
 
 Letters: P peers, I parts of a bucket, J rows of one part, j rows of a piece of it, M = P * J rows
-of a part for all peers, C copies of the rows of a peer. Other dimensions may follow: `x_PIJ` is
-[P, I, J, ...].
+of a part for all peers. Other dimensions may follow: `x_PIJ` is [P, I, J, ...].
 """
 
 import jax
@@ -34,8 +33,8 @@ def send(
     """Sends bucket rows [I, M, ...], ordered by peer, over one hop; returns the rows that arrive.
 
     The result has no remat tag: the pipeline tags rows at the end of its steps.
-    Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`, several
-    times with `copies`), gather (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
+    Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`), gather
+    (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
 
     Args:
       gradient: x is a gradient of results, not tokens.
@@ -45,7 +44,7 @@ def send(
         return wire.all_gather(x_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
         return wire.all_reduce(x_IM, hop.axes, tag=None) if gradient else x_IM
-    x_PIJ = for_peers(by_peer(x_IM, hop.peers(layout)), hop, layout)
+    x_PIJ = own_share(by_peer(x_IM, hop.peers(layout)), hop)
     return by_part(swap(x_PIJ, hop, filled))
 
 
@@ -58,27 +57,22 @@ def send_back(
     filled: jax.Array | None = None,
     codec: Codec | None = None,
 ) -> Payload:
-    """Sends results back over one hop, the mirror of `send`: copied or gathered rows are summed.
+    """Sends results back over one hop, the mirror of `send`: gathered rows are summed.
 
-    The result stays encoded, unless the hop sums copies or joins shares, which needs decoded rows.
+    The result stays encoded, unless the hop joins shares, which needs decoded rows.
     """
     if hop.kind == "gather":
         return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
         return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)
-    payload = encode(codec, by_peer(y_IM, layout.size(hop.axes)))
+    payload = encode(codec, by_peer(y_IM, hop.peers(layout)))
     payload = swap_encoded(payload, hop, filled, codec)
-    if not (hop.copies or hop.split):
+    if not hop.split:
         return jax.tree.map(by_part, payload)
     y_PIJ = decode(codec, payload, y_IM.shape[-1], y_IM.dtype)
-    if hop.copies:
-        y_PCIJ = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
-        y_PIJ = jnp.sum(y_PCIJ.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
-    if hop.split and gradient:
-        y_PIJ = _pad_share(y_PIJ, hop.split, dim=2)
-    elif hop.split:
-        y_PIJ = wire.all_gather(y_PIJ, hop.split, dim=2, tag=None)
-    return by_part(y_PIJ)
+    if gradient:
+        return by_part(_pad_share(y_PIJ, hop.split, dim=2))
+    return by_part(wire.all_gather(y_PIJ, hop.split, dim=2, tag=None))
 
 
 def swap_encoded(
@@ -129,21 +123,16 @@ def by_part(x_PIJ: jax.Array) -> jax.Array:
     return jnp.swapaxes(x_PIJ, 0, 1).reshape(parts, peers * rows, *x_PIJ.shape[3:])
 
 
-def for_peers(x_PIJ: jax.Array, hop: Hop, layout: Layout) -> jax.Array:
-    """Cuts out this device's share of the buckets (`split`), or repeats them (`copies`)."""
-    if hop.split:
-        return _own_share(x_PIJ, hop.split, dim=2)
-    return jnp.repeat(x_PIJ, layout.size(hop.copies), axis=0) if hop.copies else x_PIJ
-
-
-def _own_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """This device's share of an array that all devices along `axes` hold."""
-    size = x.shape[dim] // wire.size(axes)
-    return lax.dynamic_slice_in_dim(x, wire.index(axes) * size, size, axis=dim)
+def own_share(x_PIJ: jax.Array, hop: Hop) -> jax.Array:
+    """This device's share of buckets that all devices along `hop.split` hold."""
+    if not hop.split:
+        return x_PIJ
+    size = x_PIJ.shape[2] // wire.size(hop.split)
+    return lax.dynamic_slice_in_dim(x_PIJ, wire.index(hop.split) * size, size, axis=2)
 
 
 def _pad_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """The transpose of `_own_share`: pads x with zeros for the other devices' shares."""
+    """The transpose of `own_share`: pads x with zeros for the other devices' shares."""
     size = x.shape[dim]
     shape = (*x.shape[:dim], size * wire.size(axes), *x.shape[dim + 1 :])
     return lax.dynamic_update_slice_in_dim(

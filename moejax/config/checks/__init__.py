@@ -240,7 +240,7 @@ def _chunks(cfg: Config) -> tuple[int, int]:
 
 def _check_route(cfg: Config) -> None:
     mesh, route = cfg.mesh, cfg.route
-    if route in ("duplicate", "spread", "gather_home"):
+    if route in ("duplicate", "gather_home"):
         require(
             mesh.tensor > 1 and mesh.expert_weights == "hidden",
             f"`route` = {route} is for experts whose hidden width is sharded. `mesh.tensor` is "
