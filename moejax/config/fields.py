@@ -31,7 +31,10 @@ ALIASES = {"init_from": "checkpoint.init_from"}
 # Values that settings had once: what to write in place of each, and why.
 REMOVED = {
     "mesh.schedule": {"gpipe": ("1f1b", "same bubble, less memory")},
-    "route": {"spread": ("split", "fewer bytes between experts' devices")},
+    "route": {
+        "spread": ("split", "fewer bytes between experts' devices"),
+        "gather_home": ("split", "as fast with the best number of chunks"),
+    },
 }
 
 

@@ -383,7 +383,6 @@ class Config:
         choices=(
             "duplicate",
             "split",
-            "gather_home",
             "merge",
             "two_level",
             "two_level_merge",

@@ -170,8 +170,8 @@ def test_settings_that_fit_together_pass(values):
             ["`route` = duplicate", "`mesh.tensor` is 1", "Choose split"],
         ),
         (
-            {"route": "gather_home", "mesh.tensor": 2, "mesh.expert_weights": "whole"},
-            ["`route` = gather_home", "`mesh.expert_weights` is whole"],
+            {"route": "duplicate", "mesh.tensor": 2, "mesh.expert_weights": "whole"},
+            ["`route` = duplicate", "`mesh.expert_weights` is whole"],
         ),
         (
             {"moe.experts_per_token": 1},

@@ -207,6 +207,11 @@ def test_from_dict_is_strict(mapping, fragment):
             "spread",
             "'spread' was removed: use 'split', fewer bytes between experts' devices.",
         ),
+        (
+            "route",
+            "gather_home",
+            "'gather_home' was removed: use 'split', as fast with the best number of chunks.",
+        ),
     ],
 )
 def test_a_removed_value_says_what_to_write_and_checkpoints_with_it_are_read(

@@ -25,7 +25,7 @@ ROUTES = {
     "deepseek_v3": (FOUR, {"route": "split"}),
     "gpt_oss": (FOUR, {"route": "merge", "route_chunks": 2}),
     "qwen3_moe": (FOUR, {"route": "duplicate"}),
-    "qwen2_moe": (FOUR, {"route": "gather_home"}),
+    "qwen2_moe": (FOUR, {"route": "merge"}),
     "olmoe": (FOUR, {"route": "split", "route_chunks": 2}),
     "glm4_moe": (EIGHT, {"route": "two_level"}),
     "deepseek_v2": (EIGHT, {"route": "split"}),

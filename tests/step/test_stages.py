@@ -320,7 +320,7 @@ def test_adapters_of_one_chunk_alone_are_refused():
         check_adapters(cfg)
 
 
-ROUTES = ("duplicate", "split", "gather_home", "merge")
+ROUTES = ("duplicate", "split", "merge")
 
 
 @pytest.mark.exhaustive

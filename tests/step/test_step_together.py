@@ -38,9 +38,7 @@ CASES = [
     Case((8, 1, 1, 1), 4, k=8, kinds=(1, 5)),
     Case((1, 8, 1, 1), 2, k=1, kinds=(12,)),
     Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
-    Case(
-        (2, 1, 2, 2), 4, ("replicated", "hidden"), "gather_home", (1, 2), 8, kinds=(10, 11, 12, 13)
-    ),
+    Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "duplicate", (1, 2), 8, kinds=(10, 11, 12, 13)),
     Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7)),
     Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(12,)),
     Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11,)),

@@ -14,7 +14,7 @@ from jax import lax
 from moejax.comm import wire
 from moejax.comm.codecs.codec import Codec, Payload
 from moejax.comm.codecs.pack import pack, unpack
-from moejax.comm.tokens.rows import decode, encode
+from moejax.comm.tokens.rows import encode
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop
 
@@ -33,8 +33,8 @@ def send(
     """Sends bucket rows [I, M, ...], ordered by peer, over one hop; returns the rows that arrive.
 
     The result has no remat tag: the pipeline tags rows at the end of its steps.
-    Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`), gather
-    (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
+    Wire per device: all_to_all (P - 1) / P of x's bytes, gather (n - 1) times x's bytes, sum
+    nothing (a gradient: an all-reduce).
 
     Args:
       gradient: x is a gradient of results, not tokens.
@@ -44,8 +44,7 @@ def send(
         return wire.all_gather(x_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
         return wire.all_reduce(x_IM, hop.axes, tag=None) if gradient else x_IM
-    x_PIJ = own_share(by_peer(x_IM, hop.peers(layout)), hop)
-    return by_part(swap(x_PIJ, hop, filled))
+    return by_part(swap(by_peer(x_IM, hop.peers(layout)), hop, filled))
 
 
 def send_back(
@@ -59,20 +58,14 @@ def send_back(
 ) -> Payload:
     """Sends results back over one hop, the mirror of `send`: gathered rows are summed.
 
-    The result stays encoded, unless the hop joins shares, which needs decoded rows.
+    The result of an all-to-all stays encoded.
     """
     if hop.kind == "gather":
         return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
         return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)
     payload = encode(codec, by_peer(y_IM, hop.peers(layout)))
-    payload = swap_encoded(payload, hop, filled, codec)
-    if not hop.split:
-        return jax.tree.map(by_part, payload)
-    y_PIJ = decode(codec, payload, y_IM.shape[-1], y_IM.dtype)
-    if gradient:
-        return by_part(_pad_share(y_PIJ, hop.split, dim=2))
-    return by_part(wire.all_gather(y_PIJ, hop.split, dim=2, tag=None))
+    return jax.tree.map(by_part, swap_encoded(payload, hop, filled, codec))
 
 
 def swap_encoded(
@@ -121,20 +114,3 @@ def by_part(x_PIJ: jax.Array) -> jax.Array:
     """[P, I, J, ...] -> [I, P * J, ...]."""
     peers, parts, rows = x_PIJ.shape[:3]
     return jnp.swapaxes(x_PIJ, 0, 1).reshape(parts, peers * rows, *x_PIJ.shape[3:])
-
-
-def own_share(x_PIJ: jax.Array, hop: Hop) -> jax.Array:
-    """This device's share of buckets that all devices along `hop.split` hold."""
-    if not hop.split:
-        return x_PIJ
-    size = x_PIJ.shape[2] // wire.size(hop.split)
-    return lax.dynamic_slice_in_dim(x_PIJ, wire.index(hop.split) * size, size, axis=2)
-
-
-def _pad_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """The transpose of `own_share`: pads x with zeros for the other devices' shares."""
-    size = x.shape[dim]
-    shape = (*x.shape[:dim], size * wire.size(axes), *x.shape[dim + 1 :])
-    return lax.dynamic_update_slice_in_dim(
-        jnp.zeros(shape, x.dtype), x, wire.index(axes) * size, axis=dim
-    )
