@@ -14,13 +14,14 @@ def usage() -> str:
     lines = [f"  {name:10} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: moejax COMMAND ... | --version",
+            "usage: moejax COMMAND ... | --version | --print-completion SHELL",
             "",
             *lines,
             "",
             "examples:",
             "  moejax train --config tiny                   # a first run, of minutes",
             "  moejax report runs/tiny --out report.html    # what it did",
+            '  eval "$(moejax --print-completion bash)"     # Tab completes',
             "",
             "moejax COMMAND --help says more. Exit codes: docs/formats/exit.md.",
         ]
@@ -35,6 +36,8 @@ def main() -> int:
     if command in ("-V", "--version", "version"):
         print(f"moejax {__version__}")
         return 0
+    if command == "--print-completion":
+        import_module("moejax.completion").whole_parser().parse_args(sys.argv[1:])
     if command in ("", "-h", "--help", "help"):
         print(located(usage()))
         return 0

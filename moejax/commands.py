@@ -45,7 +45,4 @@ COMMANDS = {
         "moejax.doctor.machine",
     ),
     "aot": Command("compile the train step for a cluster that is not here", "moejax.aot.command"),
-    "completion": Command(
-        "print what completes commands and settings in a shell", "moejax.completion"
-    ),
 }

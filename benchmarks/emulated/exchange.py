@@ -78,7 +78,7 @@ def all_to_all(rate: int) -> Case:
 
 def tensor(size: int, rate: int | None) -> Case:
     """Two hosts of four devices, the tensor axis inside a host: what duplicates cost."""
-    routes = ["duplicate", "split", "spread", "gather_home", "merge"]
+    routes = ["duplicate", "split", "merge"]
     routes += ["two_level", "two_level_merge"] if size == 2 else []
     variants: Variants = {f"forward {route}": ("forward", {"route": route}) for route in routes[:2]}
     variants |= {route: ("both", {"route": route}) for route in routes}

@@ -218,8 +218,7 @@ def filled_share(train_step: TrainStep) -> float:
     tokens = math.prod(train_step.batch_shape) // ranks
     rows = usual_sizes(route, layout, cfg.moe, tokens=tokens).expert_rows * route.parts
     gathers = [layout.size(hop.axes) for hop in route.hops if hop.kind == "gather"]
-    copies = [layout.size(hop.copies) for hop in route.exchanges if hop.copies]
-    arriving = tokens * cfg.moe.experts_per_token * math.prod(gathers + copies)
+    arriving = tokens * cfg.moe.experts_per_token * math.prod(gathers)
     return min(1.0, arriving / rows)
 
 

@@ -28,6 +28,15 @@ _KIND_NAMES = {
 # Short names of settings that commands are given often.
 ALIASES = {"init_from": "checkpoint.init_from"}
 
+# Values that settings had once: what to write in place of each, and why.
+REMOVED = {
+    "mesh.schedule": {"gpipe": ("1f1b", "same bubble, less memory")},
+    "route": {
+        "spread": ("split", "fewer bytes between experts' devices"),
+        "gather_home": ("split", "as fast with the best number of chunks"),
+    },
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -172,6 +181,8 @@ def check_value(field: Field, value: Any) -> Any:
     if value is None and field.optional:
         return None
     converted = _convert(field, value)
+    if removed := REMOVED.get(field.name, {}).get(converted):
+        raise InputError(f"`{field.name}` {value!r} was removed: use {removed[0]!r}, {removed[1]}.")
     inside = (
         (field.at_least is None or converted >= field.at_least)
         and (field.above is None or converted > field.above)
@@ -184,6 +195,17 @@ def check_value(field: Field, value: Any) -> Any:
         hint = f" Did you mean {close[0]}?" if close else ""
         raise InputError(f"`{field.name}` must be {field.range}. Got {short(value)}.{hint}")
     return converted
+
+
+def has_removed(settings: Mapping[str, Any]) -> bool:
+    """Whether one of some saved settings, by dotted name, has a value that was removed."""
+    return any(without_removed(name, value) != value for name, value in settings.items())
+
+
+def without_removed(name: str, value: Any) -> Any:
+    """Returns a saved value of a setting, or the one to use in its place."""
+    known = REMOVED.get(name, {})
+    return known[value][0] if isinstance(value, str) and value in known else value
 
 
 def _items(value: Any) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from moejax.config.fields import (
     one_line,
     parse_text,
     sections,
+    without_removed,
 )
 from moejax.config.files import Entry, read_entries, read_yaml
 from moejax.config.schema import Config
@@ -247,13 +248,17 @@ def _build_group(kind: type, prefix: str, values: Mapping[str, Any]) -> Any:
 
 
 def from_dict(mapping: Mapping[str, Any]) -> Config:
-    """Returns the Config of a nested dictionary; fields that it lacks keep their defaults.
+    """Returns the Config of a nested dictionary, such as a checkpoint's.
+
+    Fields that it lacks keep their defaults, and removed values are read as those to use in their
+    place (`fields.REMOVED`).
 
     Raises:
       InputError: a name is unknown, or a value has a wrong type or range.
     """
     values: dict[str, Any] = {}
     for name, value in _flatten(mapping, ""):
+        value = without_removed(name, value)
         _add(values, Entry(name, value, where="", plain_data=False))
     return _build(values)
 

@@ -111,9 +111,9 @@ class MeshConfig:
     )
     schedule: str = setting(
         "1f1b",
-        "order of micro-batches in stages: 1f1b keeps 2 x stages of them, gpipe all; "
-        "combined_1f1b hides exchanges of one pass behind the other",
-        choices=("1f1b", "combined_1f1b", "gpipe"),
+        "order of micro-batches in stages, which keep 2 x stages of them: 1f1b; combined_1f1b "
+        "hides exchanges of one pass behind the other",
+        choices=("1f1b", "combined_1f1b"),
     )
     stage_keeps: str = setting(
         "residuals",
@@ -383,8 +383,6 @@ class Config:
         choices=(
             "duplicate",
             "split",
-            "spread",
-            "gather_home",
             "merge",
             "two_level",
             "two_level_merge",

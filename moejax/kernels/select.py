@@ -100,7 +100,6 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
         choices["quantized_rows"] = select_quantized_rows(
             hardware,
             tokens,
-            cfg.route,
             block=cfg.compression.block,
             width=model.width,
             dtype=model.dtype,
@@ -218,7 +217,6 @@ def select_quantize(hardware: Hardware, *, block: int, stochastic: bool = False)
 def select_quantized_rows(
     hardware: Hardware,
     codecs: Mapping[str, set[str]],
-    route: str,
     *,
     block: int,
     width: int,
@@ -229,7 +227,6 @@ def select_quantized_rows(
 
     Args:
       codecs: the codec names that each class of `compression.TOKENS` uses at some step.
-      route: `Config.route`.
       width, choices: D and K.
     """
     blocks = [kind for kind in TOKENS if codecs[kind] & set(BLOCKS)]
@@ -241,8 +238,6 @@ def select_quantized_rows(
     reason = f"one pass over memory permutes and quantises rows of {', '.join(blocks)}"
     if rest := [kind for kind in TOKENS if kind not in blocks]:
         reason += f"; those of {', '.join(rest)} are only permuted"
-    if route in ("spread", "gather_home"):
-        reason += f"; results that return over {route} are decoded first and then joined"
     return Choice("mosaic", reason)
 
 

@@ -25,8 +25,6 @@ from moejax.layout.layout import Axes, Layout
 ROUTES = {
     "duplicate": "every tensor rank sends every token (the baseline of benchmarks)",
     "split": "each tensor rank sends its own tokens; experts' tensor ranks gather what arrives",
-    "spread": "one all-to-all takes a token to every tensor rank of its expert",
-    "gather_home": "tensor ranks each send a share of the same buckets; the source gathers results",
     "merge": "split, de-duplicated: a token crosses once to each device that has its experts",
     "two_level": "hierarchical all-to-all: between nodes first, then inside the node",
     "two_level_merge": "two_level, de-duplicated: a token crosses once to each node that needs it",
@@ -40,18 +38,12 @@ class Hop:
     kind: Literal["all_to_all", "gather", "sum"]
     axes: Axes
     merge: bool = False
-    # all_to_all: axes whose devices hold the same buckets. Each device sends its share, and on the
-    # way back the shares are gathered.
-    split: Axes = ()
-    # all_to_all: the last of `axes`. Every device along them gets a copy of the bucket, and on the
-    # way back the results of the copies are summed.
-    copies: Axes = ()
     # Codecs of rows and results, and of their gradients; a hop inside a node has none.
     codecs: Codecs = NO_CODECS
 
     def peers(self, layout: Layout) -> int:
         """P, the number of buckets of an all-to-all."""
-        return layout.size(self.axes) // layout.size(self.copies)
+        return layout.size(self.axes)
 
 
 @dataclass(frozen=True)
@@ -107,10 +99,6 @@ def build_route(
     merge = name in ("merge", "two_level_merge")
     if name == "duplicate":
         hops = [Hop("all_to_all", owner), Hop("sum", tensor)]
-    elif name == "spread":
-        hops = [Hop("all_to_all", owner + tensor, copies=tensor)]
-    elif name == "gather_home":
-        hops = [Hop("all_to_all", owner, split=tensor), Hop("gather", tensor)]
     else:
         levels = (owner,)
         if name.startswith("two_level"):
@@ -123,11 +111,11 @@ def build_route(
         if hop.kind == "all_to_all" and layout.between_nodes(hop.axes)
         else hop
         for hop in hops
-        if layout.size(hop.axes + hop.split) > 1
+        if layout.size(hop.axes) > 1
     )
     if not any(hop.kind == "all_to_all" for hop in hops):
         chunks, chunks_backward, trim = 1, 1, False  # there are no buckets
-    return Route(name, hops, name in ("duplicate", "gather_home"), chunks, chunks_backward, trim)
+    return Route(name, hops, name == "duplicate", chunks, chunks_backward, trim)
 
 
 def explain(route: Route) -> str:

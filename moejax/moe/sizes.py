@@ -72,11 +72,9 @@ def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) ->
             worst = arriving * (1 if hop.merge else min(choices, E // owners))
             size = bounded(worst, sources * tokens * share / (parts if rows else 1), sources)
             size = math.ceil(size / (1 if rows else parts))
-            shares = layout.size(hop.split)
-            if route.trim:
-                shares = math.ceil(size / PIECES)  # buckets travel in whole steps
-            rows.append(math.ceil(size / shares) * shares)
-            arriving = layout.size(hop.axes) * rows[-1] // layout.size(hop.split)
+            step = math.ceil(size / PIECES) if route.trim else 1  # trimmed ones travel in steps
+            rows.append(math.ceil(size / step) * step)
+            arriving = hop.peers(layout) * rows[-1]
             choices = choices if hop.merge else 1
         elif hop.kind == "gather":
             ranks = layout.size(hop.axes)

@@ -56,8 +56,6 @@ FACTORS: dict[str, dict[str, Changes]] = {
         "split": NONE,
         "duplicate": {"route": "duplicate"},
         "merge": {"route": "merge"},
-        "spread": {"route": "spread"},
-        "gather_home": {"route": "gather_home"},
         "two_level": {"route": "two_level"},
         "two_level_merge": {"route": "two_level_merge"},
     },

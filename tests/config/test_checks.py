@@ -63,7 +63,7 @@ def test_the_defaults_pass():
         {"optimizer.warmup_steps": 0.5, "train.num_steps": 3},
         {"train.seed": 2**32 - 1},
         {"train.micro_batches": 4, "mesh.fsdp": 8},
-        {"train.micro_batches": 4, "mesh.stage": 4, "mesh.schedule": "gpipe"},
+        {"train.micro_batches": 4, "mesh.stage": 4, "mesh.schedule": "combined_1f1b"},
     ],
 )
 def test_settings_that_fit_together_pass(values):
@@ -170,8 +170,8 @@ def test_settings_that_fit_together_pass(values):
             ["`route` = duplicate", "`mesh.tensor` is 1", "Choose split"],
         ),
         (
-            {"route": "spread", "mesh.tensor": 2, "mesh.expert_weights": "whole"},
-            ["`route` = spread", "`mesh.expert_weights` is whole"],
+            {"route": "duplicate", "mesh.tensor": 2, "mesh.expert_weights": "whole"},
+            ["`route` = duplicate", "`mesh.expert_weights` is whole"],
         ),
         (
             {"moe.experts_per_token": 1},
@@ -366,7 +366,7 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
             "train.sample_prompt",
             "`train.sample_tokens` is 0",
         ),
-        ({"mesh.schedule": "gpipe"}, "mesh.schedule", "`mesh.stage` is 1"),
+        ({"mesh.schedule": "combined_1f1b"}, "mesh.schedule", "`mesh.stage` is 1"),
         (
             {
                 "mesh.stage": 2,

@@ -199,6 +199,31 @@ def test_from_dict_is_strict(mapping, fragment):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("mesh.schedule", "gpipe", "'gpipe' was removed: use '1f1b', same bubble, less memory."),
+        (
+            "route",
+            "spread",
+            "'spread' was removed: use 'split', fewer bytes between experts' devices.",
+        ),
+        (
+            "route",
+            "gather_home",
+            "'gather_home' was removed: use 'split', as fast with the best number of chunks.",
+        ),
+    ],
+)
+def test_a_removed_value_says_what_to_write_and_checkpoints_with_it_are_read(
+    config_file, name, value, said
+):
+    with pytest.raises(InputError) as caught:
+        load_config(config_file("a.yaml", f"{name}: {value}\n"))
+    assert str(caught.value).endswith(f"`{name}` {said}")
+    assert from_dict({name: value}) == from_dict({})
+
+
+@pytest.mark.parametrize(
     ("written", "files"),
     [
         ("a.bin", ("a.bin",)),

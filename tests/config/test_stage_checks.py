@@ -43,8 +43,8 @@ STAGES = {"mesh.stage": 2, "train.micro_batches": 4}
             ["does not divide the last 1 equal layers of each of 4 chunks (`model.stage_chunks`)"],
         ),
         (
-            {"model.stage_chunks": 2, "mesh.schedule": "gpipe"},
-            ["`model.stage_chunks` is 2 and `mesh.schedule` is gpipe"],
+            {"model.stage_chunks": 2, "mesh.schedule": "combined_1f1b"},
+            ["`model.stage_chunks` is 2 and `mesh.schedule` is combined_1f1b"],
         ),
         (
             {"mesh.stage_slices": 3},

@@ -134,14 +134,12 @@ QUANTISED = {
 
 @modern
 def test_rows_of_tokens_are_quantised_as_they_move_where_a_class_is_quantised():
-    choice = select_quantized_rows(HOPPER, QUANTISED, "split", **ROWS)
+    choice = select_quantized_rows(HOPPER, QUANTISED, **ROWS)
     assert (choice.implementation, choice.declined) == ("mosaic", ())
     assert "quantises rows of dispatch, combine;" in choice.reason
     assert "those of dispatch_backward, combine_backward are only permuted" in choice.reason
-    spread = select_quantized_rows(HOPPER, QUANTISED, "spread", **ROWS)
-    assert "results that return over spread are decoded first" in spread.reason
     plain = {kind: names - {"int8", "e4m3"} for kind, names in QUANTISED.items()}
-    choice = select_quantized_rows(HOPPER, plain, "split", **ROWS)
+    choice = select_quantized_rows(HOPPER, plain, **ROWS)
     assert (choice.implementation, choice.declined) == ("separate", ())
 
 
@@ -157,7 +155,7 @@ def test_rows_of_tokens_are_quantised_as_they_move_where_a_class_is_quantised():
     ],
 )
 def test_rows_that_fill_no_tile_are_moved_and_quantised_in_turn(change, said):
-    choice = select_quantized_rows(HOPPER, QUANTISED, "split", **(ROWS | change))
+    choice = select_quantized_rows(HOPPER, QUANTISED, **(ROWS | change))
     assert choice.implementation == "separate"
     ((name, reason),) = choice.declined
     assert name == "mosaic"
@@ -167,9 +165,9 @@ def test_rows_that_fill_no_tile_are_moved_and_quantised_in_turn(change, said):
 @modern
 @pytest.mark.parametrize("change", [{"width": 1024}, {"width": 7168}, {"width": 2000}])
 def test_rows_that_fill_tiles(change):
-    choice = select_quantized_rows(HOPPER, QUANTISED, "split", **(ROWS | change))
+    choice = select_quantized_rows(HOPPER, QUANTISED, **(ROWS | change))
     assert choice.implementation == "mosaic"
-    choice = select_quantized_rows(HOPPER, QUANTISED, "split", **(ROWS | {"block": 256}))
+    choice = select_quantized_rows(HOPPER, QUANTISED, **(ROWS | {"block": 256}))
     assert choice.implementation == "mosaic"
 
 

@@ -31,14 +31,12 @@ TOKENS, D, F, E = 12, 4, 4, 16
 CASES = {
     "duplicate": (MeshConfig(expert=4, tensor=2), (1, 1)),
     "split": (MeshConfig(expert=4, tensor=2), (3, 2)),
-    "spread": (MeshConfig(expert=2, tensor=4), (1, 1)),
-    "gather_home": (MeshConfig(expert=4, tensor=2), (1, 2)),
     "merge": (MeshConfig(expert=4, tensor=2, expert_weights="whole"), (2, 1)),
     "two_level": (MeshConfig(expert=8, nodes=2), (2, 2)),
     "two_level_merge": (MeshConfig(expert=4, tensor=2, expert_weights="folded", nodes=2), (2, 2)),
 }
 
-TRIMMED = ["split trimmed", "spread trimmed", "two_level_merge trimmed"]
+TRIMMED = ["split trimmed", "two_level_merge trimmed"]
 
 
 def runner(name, K):
@@ -144,8 +142,7 @@ def random_operands(expert_NK, seed, letters=DIMS[:2]):
 
 # Each K is two programs more. One choice tells merging routes from others in nothing, and where
 # nothing merges many choices are as many rows.
-RARELY = {"duplicate": 8, "spread": 1, "gather_home": 8, "two_level": 1, "two_level_merge": 1}
-RARELY |= {"split": 8}
+RARELY = {"duplicate": 8, "split": 8, "two_level": 1, "two_level_merge": 1}
 RARELY |= {name: 1 for name in TRIMMED}
 
 

@@ -22,10 +22,10 @@ FOUR, EIGHT = MeshConfig(expert=2, tensor=2), MeshConfig(expert=4, tensor=2, nod
 # Of each family the shapes that are odd on one device, and those that fit a mesh on some route.
 ROUTES = {
     "mixtral": (EIGHT, {"route": "two_level_merge"}),
-    "deepseek_v3": (FOUR, {"route": "spread"}),
+    "deepseek_v3": (FOUR, {"route": "split"}),
     "gpt_oss": (FOUR, {"route": "merge", "route_chunks": 2}),
     "qwen3_moe": (FOUR, {"route": "duplicate"}),
-    "qwen2_moe": (FOUR, {"route": "gather_home"}),
+    "qwen2_moe": (FOUR, {"route": "merge"}),
     "olmoe": (FOUR, {"route": "split", "route_chunks": 2}),
     "glm4_moe": (EIGHT, {"route": "two_level"}),
     "deepseek_v2": (EIGHT, {"route": "split"}),

@@ -136,12 +136,12 @@ def test_the_command_is_one_of_moejax(capsys, monkeypatch):
 
 def test_a_run_with_pipeline_stages_generates_on_shards_in_their_place():
     cfg = change(Config(), {"mesh.stage": 2, "mesh.expert": 2, "train.micro_batches": 4})
-    cfg = change(cfg, {"mesh.schedule": "gpipe", "mesh.stage_keeps": "input"})
+    cfg = change(cfg, {"mesh.stage_keeps": "input"})
     check(cfg)
     alone = without_stages(cfg)
     check(alone)
     assert (alone.mesh.stage, alone.mesh.fsdp, alone.mesh.expert) == (1, 2, 2)
     assert resolve_mesh(alone, 4, "cpu").mesh == alone.mesh
     assert without_stages(alone) == alone
-    sliced = change(cfg, {"mesh.schedule": "1f1b", "mesh.stage_keeps": "residuals"})
+    sliced = change(cfg, {"mesh.stage_keeps": "residuals"})
     check(without_stages(change(sliced, {"mesh.stage_slices": 2, "model.num_layers": 4})))

@@ -10,7 +10,7 @@ from tests.cases import small_config
 
 def test_a_batch_that_is_just_enough_for_stages_is_enough_for_shards():
     """Eight sequences: of two devices a stage one in each of four micro-batches."""
-    axes = {"stage": 2, "fsdp": 2, "schedule": "gpipe", "stage_keeps": "input"}
+    axes = {"stage": 2, "fsdp": 2, "stage_keeps": "input"}
     cfg = small_config(model={"num_layers": 2}, train={"batch_sequences": 8, "micro_batches": 4})
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **axes))
     alone = without_stages(cfg)

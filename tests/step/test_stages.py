@@ -113,9 +113,6 @@ ANY = pytest.mark.exhaustive
         pytest.param(2, 2, (1, 1, 2, 2), "combined_1f1b", "residuals", marks=ANY),
         pytest.param(4, 1, (1, 2, 1, 1), "combined_1f1b", "residuals", marks=ANY),
         pytest.param(2, 4, (2, 1, 2, 1), "combined_1f1b", "residuals", marks=ANY),
-        pytest.param(4, 2, (2, 1, 1, 1), "gpipe", "residuals", marks=ANY),
-        pytest.param(2, 1, (1, 1, 2, 2), "gpipe", "input", marks=ANY),
-        pytest.param(2, 2, (2, 1, 2, 1), "gpipe", "residuals", marks=ANY),
         pytest.param(2, 4, (1, 2, 1, 2), "1f1b", "residuals", marks=ANY),
         pytest.param(4, 1, (1, 1, 2, 1), "1f1b", "residuals", marks=ANY),
         pytest.param(4, 2, (2, 1, 1, 1), "1f1b", "input", marks=ANY),
@@ -326,7 +323,7 @@ def test_adapters_of_one_chunk_alone_are_refused():
         check_adapters(cfg)
 
 
-ROUTES = ("duplicate", "split", "spread", "gather_home", "merge")
+ROUTES = ("duplicate", "split", "merge")
 
 
 @pytest.mark.exhaustive

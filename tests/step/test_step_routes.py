@@ -30,10 +30,6 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 ROUTES = [
     ("duplicate", (1, 1, 4, 2), 1, (2, 2), 2),
     ("duplicate", (1, 1, 2, 4), 1, (1, 1), 8),
-    ("spread", (1, 1, 4, 2), 1, (3, 2), 2),
-    ("spread", (1, 2, 1, 4), 1, (1, 1), 2),
-    ("gather_home", (1, 1, 4, 2), 1, (4, 3), 2),
-    ("gather_home", (2, 1, 2, 2), 1, (1, 2), 8),
     ("split", (1, 1, 4, 2), 1, (2, 2), 1),
     ("split", (1, 2, 2, 2), 1, (3, 4), 2),
     ("split", (1, 1, 8, 1), 1, (6, 1), 2),
@@ -67,8 +63,7 @@ def test_every_route_gives_the_oracles_loss_and_gradients(route, mesh, nodes, ch
 
 # Without a capacity buckets of 16 or 32 tokens overflow here, or just do not.
 DROPLESS = [
-    ("spread", (1, 1, 4, 2), 1, (3, 2), 2, "rounds"),
-    ("gather_home", (2, 1, 2, 2), 1, (1, 2), 8, "usual"),
+    ("duplicate", (2, 1, 2, 2), 1, (1, 2), 8, "usual"),
     ("split", (1, 2, 2, 2), 1, (3, 4), 2, "usual"),
     ("merge", (1, 1, 2, 4), 1, (4, 6), 2, "rounds"),
     ("two_level", (2, 1, 4, 1), 4, (1, 1), 8, "usual"),
@@ -144,7 +139,7 @@ NOT_IN_THE_ORACLE = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("route", "number"),
-    list(product(["duplicate", "gather_home", "merge", "two_level_merge"], range(3))),
+    list(product(["duplicate", "merge", "two_level_merge"], range(3))),
 )
 def test_routes_give_the_split_routes_gradients(route, number):
     """With what the oracle has not: jitter, micro-batches, replicated activations."""

@@ -38,10 +38,8 @@ CASES = [
     Case((8, 1, 1, 1), 4, k=8, kinds=(1, 5)),
     Case((1, 8, 1, 1), 2, k=1, kinds=(12,)),
     Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
-    Case(
-        (2, 1, 2, 2), 4, ("replicated", "hidden"), "gather_home", (1, 2), 8, kinds=(10, 11, 12, 13)
-    ),
-    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "spread", (3, 2), kinds=(3, 7)),
+    Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "duplicate", (1, 2), 8, kinds=(10, 11, 12, 13)),
+    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7)),
     Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(12,)),
     Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11,)),
     Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1), kinds=(11,)),
@@ -51,7 +49,7 @@ CASES = [
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(9, 12, 13)),
     # Without a capacity buckets overflow, or just do not.
     Case((1, 1, 8, 1), path="rounds"),
-    Case((1, 1, 4, 2), 1, route="spread", chunks=(3, 2), kinds=(11,), path="rounds"),
+    Case((1, 1, 4, 2), 1, route="split", chunks=(3, 2), kinds=(11,), path="rounds"),
     Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(1, 2), k=8, path="rounds"),
     Case((2, 1, 4, 1), 4, route="two_level", k=8, path="usual"),
 ]

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import jax
 
 from moejax.annotations import Array, Float
-from moejax.comm import wire
 from moejax.comm.codecs.build import build_plain_codec
 from moejax.comm.codecs.codec import Codec, Payload
 from moejax.comm.tokens.plan import DispatchPlan
-from moejax.comm.tokens.rows import decode, encode, encode_rows, sum_encoded
-from moejax.comm.tokens.swap import by_part, by_peer, for_peers, send, send_back, swap_encoded
+from moejax.comm.tokens.rows import decode, encode_rows, sum_encoded
+from moejax.comm.tokens.swap import by_part, by_peer, send, send_back, swap_encoded
 from moejax.kernels.permute import dots_of_choices, rows_at, sum_rows, weight_at
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop, Route
@@ -75,19 +74,10 @@ def _leave_source(
     hop, (slot_NK, item_IS), filled = route.hops[0], plan.slot_maps[0], _filled(plan, 0)
     (x_ND, weight_NK), K = tokens, slot_NK.shape[1]
     codec = build_plain_codec(hop.codecs.combine_backward if gradient else hop.codecs.dispatch)
-
-    def encode_copies(codec: Codec | None, item_PIJ: jax.Array) -> Payload:
-        weighted = gradient and not route.merges
-        weight_PIJ = weight_at(weight_NK, item_PIJ) if weighted else None
-        return encode_rows(codec, x_ND, item_PIJ // K, weight_PIJ)
-
     item_PIJ = by_peer(item_IS, hop.peers(layout))
-    if gradient and hop.split:  # tensor ranks hold partial sums of the same gradients
-        partial_PIJ = encode_copies(None, item_PIJ)
-        rows_PIJ = wire.reduce_scatter(partial_PIJ, hop.split, dim=2, tag=None)  # P I J -> P I J/n
-        payload = encode(codec, rows_PIJ)
-    else:
-        payload = encode_copies(codec, for_peers(item_PIJ, hop, layout))
+    weighted = gradient and not route.merges
+    weight_PIJ = weight_at(weight_NK, item_PIJ) if weighted else None
+    payload = encode_rows(codec, x_ND, item_PIJ // K, weight_PIJ)
     arrived = decode(codec, swap_encoded(payload, hop, filled, codec), x_ND.shape[1], x_ND.dtype)
     weight_IMK = None
     if route.merges and not gradient:
@@ -140,8 +130,7 @@ def combine_at_source(
     slot_map, D = plan.source, like.shape[1]
     with jax.named_scope("dispatch_backward" if gradient else "combine"):
         x_A, weight_AK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
-        hop = route.hops[0]
-        codec = None if hop.copies or hop.split else _codec_back(hop, gradient)
+        codec = _codec_back(route.hops[0], gradient)
         x_ND = sum_encoded(codec, x_A, weight_NK, slot_map, D, like.dtype)
         return Rows(x_ND, jax.tree.map(lambda w_AK: sum_rows(w_AK, slot_map.slot_MK), weight_AK))
 

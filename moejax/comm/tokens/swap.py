@@ -4,8 +4,8 @@ Per device, inside shard_map. Buckets have a fixed number of rows, padded, becau
 backend's all-to-all supports static shapes.
 
 Letters: P peers, I parts of a bucket, J rows of one part, j rows of a piece of it, M = P * J rows
-of a part for all peers, C copies of the rows of a peer, n devices along the axes of a hop that
-gathers, sums or splits. Other dimensions may follow: `x_PIJ` is [P, I, J, ...].
+of a part for all peers, n devices along the axes of a hop that gathers or sums. Other dimensions
+may follow: `x_PIJ` is [P, I, J, ...].
 """
 
 import jax
@@ -15,7 +15,7 @@ from jax import lax
 from moejax.comm import wire
 from moejax.comm.codecs.codec import Codec, Payload
 from moejax.comm.codecs.pack import pack, unpack
-from moejax.comm.tokens.rows import decode, encode
+from moejax.comm.tokens.rows import encode
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop
 
@@ -34,8 +34,8 @@ def send(
     """Sends bucket rows [I, M, ...], ordered by peer, over one hop; returns the rows that arrive.
 
     The result has no remat tag: the pipeline tags rows at the end of its steps.
-    Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`, several
-    times with `copies`), gather (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
+    Wire per device: all_to_all (P - 1) / P of x's bytes, gather (n - 1) times x's bytes, sum
+    nothing (a gradient: an all-reduce).
 
     Args:
       gradient: x is a gradient of results, not tokens.
@@ -45,8 +45,7 @@ def send(
         return wire.all_gather(x_IM, hop.axes, dim=1, tag=None)  # I M -> I n*M
     if hop.kind == "sum":
         return wire.all_reduce(x_IM, hop.axes, tag=None) if gradient else x_IM  # I M -> I M
-    x_PIJ = for_peers(by_peer(x_IM, hop.peers(layout)), hop, layout)
-    return by_part(swap(x_PIJ, hop, filled))
+    return by_part(swap(by_peer(x_IM, hop.peers(layout)), hop, filled))
 
 
 def send_back(
@@ -58,27 +57,16 @@ def send_back(
     filled: jax.Array | None = None,
     codec: Codec | None = None,
 ) -> Payload:
-    """Sends results back over one hop, the mirror of `send`: copied or gathered rows are summed.
+    """Sends results back over one hop, the mirror of `send`: gathered rows are summed.
 
-    The result stays encoded, unless the hop sums copies or joins shares, which needs decoded rows.
+    The result of an all-to-all stays encoded.
     """
     if hop.kind == "gather":
         return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)  # I n*M -> I M
     if hop.kind == "sum":
         return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)  # I M -> I M
-    payload = encode(codec, by_peer(y_IM, layout.size(hop.axes)))
-    payload = swap_encoded(payload, hop, filled, codec)
-    if not (hop.copies or hop.split):
-        return jax.tree.map(by_part, payload)
-    y_PIJ = decode(codec, payload, y_IM.shape[-1], y_IM.dtype)
-    if hop.copies:
-        y_PCIJ = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
-        y_PIJ = jnp.sum(y_PCIJ.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
-    if hop.split and gradient:
-        y_PIJ = _pad_share(y_PIJ, hop.split, dim=2)
-    elif hop.split:
-        y_PIJ = wire.all_gather(y_PIJ, hop.split, dim=2, tag=None)  # P I J/n -> P I J
-    return by_part(y_PIJ)
+    payload = encode(codec, by_peer(y_IM, hop.peers(layout)))
+    return jax.tree.map(by_part, swap_encoded(payload, hop, filled, codec))
 
 
 def swap_encoded(
@@ -127,25 +115,3 @@ def by_part(x_PIJ: jax.Array) -> jax.Array:
     """[P, I, J, ...] -> [I, P * J, ...]."""
     peers, parts, rows = x_PIJ.shape[:3]
     return jnp.swapaxes(x_PIJ, 0, 1).reshape(parts, peers * rows, *x_PIJ.shape[3:])
-
-
-def for_peers(x_PIJ: jax.Array, hop: Hop, layout: Layout) -> jax.Array:
-    """Cuts out this device's share of the buckets (`split`), or repeats them (`copies`)."""
-    if hop.split:
-        return _own_share(x_PIJ, hop.split, dim=2)
-    return jnp.repeat(x_PIJ, layout.size(hop.copies), axis=0) if hop.copies else x_PIJ
-
-
-def _own_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """This device's share of an array that all devices along `axes` hold."""
-    size = x.shape[dim] // wire.size(axes)
-    return lax.dynamic_slice_in_dim(x, wire.index(axes) * size, size, axis=dim)
-
-
-def _pad_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """The transpose of `_own_share`: pads x with zeros for the other devices' shares."""
-    size = x.shape[dim]
-    shape = (*x.shape[:dim], size * wire.size(axes), *x.shape[dim + 1 :])
-    return lax.dynamic_update_slice_in_dim(
-        jnp.zeros(shape, x.dtype), x, wire.index(axes) * size, axis=dim
-    )

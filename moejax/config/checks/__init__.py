@@ -240,7 +240,7 @@ def _chunks(cfg: Config) -> tuple[int, int]:
 
 def _check_route(cfg: Config) -> None:
     mesh, route = cfg.mesh, cfg.route
-    if route in ("duplicate", "spread", "gather_home"):
+    if route == "duplicate":
         require(
             mesh.tensor > 1 and mesh.expert_weights == "hidden",
             f"`route` = {route} is for experts whose hidden width is sharded. `mesh.tensor` is "
@@ -248,10 +248,10 @@ def _check_route(cfg: Config) -> None:
             "tensor axis above 1 and hidden.",
         )
     require(
-        not cfg.route_trim or (route != "gather_home" and _chunks(cfg) == (1, 1)),
-        f"`route_trim` sends each bucket in one piece. `route` is {route} with "
-        f"{' and '.join(map(str, _chunks(cfg)))} chunks, which cuts it. Leave `route_trim` off, or "
-        "choose one chunk and another route than gather_home.",
+        not cfg.route_trim or _chunks(cfg) == (1, 1),
+        f"`route_trim` sends each bucket in one piece. `route_chunks` is "
+        f"{' and '.join(map(str, _chunks(cfg)))}, which cuts it. Leave `route_trim` off, or choose "
+        "one chunk.",
     )
     if route in ("merge", "two_level_merge"):
         plain = "split" if route == "merge" else "two_level"

@@ -107,7 +107,7 @@ def _axis_effects() -> Iterator[_Effect]:
     )
     yield (
         ("route_chunks", "route_chunks_backward", "route_trim", "moe.headroom"),
-        lambda cfg: expert_owners(cfg.mesh) > 1 or cfg.route == "spread",
+        lambda cfg: expert_owners(cfg.mesh) > 1,
         "one device owns all experts, so nothing is exchanged",
     )
 

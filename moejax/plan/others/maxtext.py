@@ -239,7 +239,7 @@ def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
     gaps += reduction_gaps(cfg, "leaves the size of reductions to XLA")
     gaps += codec_gaps(cfg)
     gaps += slice_gaps(cfg)
-    if cfg.mesh.stage > 1 and cfg.mesh.schedule != "gpipe":
+    if cfg.mesh.stage > 1:
         what = f"the schedule {cfg.mesh.schedule}"
         gaps.append(Gap(what, "runs all forward passes first, so keeps more"))
     if cfg.model.remat == "none":

@@ -243,8 +243,6 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     if cfg.mesh.stage > 1 and cfg.mesh.schedule == "combined_1f1b":
         what = "layers forward and backward in turns, for their exchanges"
         gaps.append(Gap(what, "is written as 1F1B; see its --overlap-moe-expert-parallel-comm"))
-    if cfg.mesh.stage > 1 and cfg.mesh.schedule == "gpipe":
-        gaps.append(Gap(f"the schedule {cfg.mesh.schedule}", "has 1F1B, which keeps less"))
     gaps += _remat_gaps(cfg)
     return gaps
 

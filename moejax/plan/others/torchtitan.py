@@ -44,7 +44,6 @@ REMATS: dict[str, tuple[str, str]] = {
     "attention": ("selective", "tokens and results of attention are kept, and more"),
     "experts": ("selective", "tokens, results of attention and products are kept"),
 }
-SCHEDULES = {"1f1b": "1F1B", "combined_1f1b": "1F1B", "gpipe": "GPipe"}
 # What backward has without another gather.
 KEEPS_WEIGHTS = ("none", "collectives")
 
@@ -105,7 +104,7 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
         ("pipeline_parallel_degree", sizes.stage, stages_text(cfg)),
     ]
     if sizes.stage > 1:
-        schedule, chunks = SCHEDULES[cfg.mesh.schedule], cfg.model.stage_chunks
+        schedule, chunks = "1F1B", cfg.model.stage_chunks
         if chunks > 1:
             each = cfg.model.num_layers // (sizes.stage * chunks)
             schedule = "Interleaved1F1B"

@@ -138,8 +138,7 @@ def _layer(
     rows_E = _rows(share_E, cfg, tokens)
     senders = math.prod(hop.peers(layout) for hop in route.exchanges)
     gathers = [layout.size(hop.axes) for hop in route.hops if hop.kind == "gather"]
-    copies = [layout.size(hop.copies) for hop in route.exchanges if hop.copies]
-    ranks = math.prod(gathers + copies)
+    ranks = math.prod(gathers)
     devices = layout.size(layout.inside.mesh_axes)
     # The busiest device: rows from all devices that send to it, for the experts it owns.
     owned = _grouped(rows_E, senders)

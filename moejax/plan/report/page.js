@@ -115,8 +115,7 @@ function meaning() {
   const said = (part) => /^remat full/.test(part) ? "the backward pass computes anew what it needs of a layer"
     : /^remat/.test(part) ? "the backward pass computes anew a part of what it needs"
     : part === "stages keep inputs alone" ? "of a micro-batch a stage keeps its input, and computes the rest again for backward"
-    : /^schedule /.test(part) ? (part.endsWith("gpipe") ? "all micro-batches go forward, then all go back"
-      : "one micro-batch goes forward while another goes back, so that each hides the other's exchanges")
+    : /^schedule /.test(part) ? "one micro-batch goes forward while another goes back, so that each hides the other's exchanges"
     : /chunks a stage$/.test(part) ? "each stage has several parts of the model, so that it waits less at the start and the end"
     : /slices$/.test(part) ? "parts of a micro-batch's positions follow one another through the stages"
     : /micro-batches$/.test(part) ? "one after the other, so that less lives at one time"

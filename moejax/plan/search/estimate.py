@@ -217,9 +217,7 @@ class Estimate:
         if schedule.combined and self.topology.device.platform != "cpu":
             layers = max(compute, exchange)  # of the other pass
         layers *= share / len(schedule.groups)
-        tick = layers + sent
-        if schedule.begins <= schedule.visits:  # a tick has forward and backward
-            tick -= HIDDEN * min(layers, sent)
+        tick = layers + sent - HIDDEN * min(layers, sent)
         moved = share * weights + self._tables()
         ends = micro * self._ends() / self.stages
         return (schedule.visits + self.stages - 1) * tick + ends + moved + self._update()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moejax.config.fields import change, check_value, fields, short
+from moejax.config.fields import change, check_value, fields, has_removed, short
 from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.file import PLATFORMS, SIZE_LIMIT
@@ -119,7 +119,11 @@ def _check_plan(path: Path, data: dict[str, Any]) -> None:
     _check_seconds(path, "predicted", data["predicted"])
     if data["runner_up"] is not None:
         _check_seconds(path, "runner_up", data["runner_up"])
-        _check_settings(path, data["runner_up"].get("settings"))
+        settings = data["runner_up"].get("settings")
+        if isinstance(settings, dict) and has_removed(settings):
+            data["runner_up"] = None  # nothing can be compared with it
+        else:
+            _check_settings(path, settings)
 
 
 def _check_device(path: Path, platform: Any, memory: Any) -> None:

@@ -25,7 +25,7 @@ MAX_CHUNKS = 8
 TURNS = (2, 8)  # micro-batches for each stage; a search then tries half and twice as many
 ROWS = ("mesh.replica", "mesh.fsdp", "mesh.expert")  # axes that share a stage's sequences
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
-SCHEDULES = ("1f1b", "combined_1f1b", "gpipe")
+SCHEDULES = ("1f1b", "combined_1f1b")
 KEEPS = ("residuals", "input")
 HEADROOMS = (1.5, 2.0, 3.0)
 # What people take without a planner, and what it means.
@@ -222,7 +222,7 @@ def orders(cfg: Config, limits: Limits) -> tuple[str, ...]:
     must not lie in a branch: rows that overflow take one, and its price would not say so.
     """
     hides = limits.platform != "cpu" and cfg.moe.capacity_factor is not None
-    return tuple(name for name in SCHEDULES if hides or name != "combined_1f1b")
+    return SCHEDULES if hides else SCHEDULES[:1]
 
 
 def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:

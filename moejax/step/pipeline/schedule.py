@@ -18,10 +18,9 @@ With `mesh.stage_slices` = N a visit is one of N slices of a micro-batch's posit
 one another, on the way back from the last to the first: each slice attends to those before it.
 Then V is 1. Chunks and slices are the kinds of visits that a micro-batch makes.
 
-With `begins` = V P + N - 1, backward starts as soon as the first answer that it needs is there:
-1F1B with an eager warm-up, whose transfers have a tick of other work to hide behind; a stage keeps
-at most 2 P micro-batches of one kind. With `begins` = M + P all forward passes come first: GPipe,
-of one kind, which keeps M.
+Backward begins as soon as the first answer that it needs is there, at tick V P + N - 1: 1F1B with
+an eager warm-up, whose transfers have a tick of other work to hide behind; a stage keeps at most
+2 P micro-batches of one kind.
 
 Combined 1F1B has the ticks of 1F1B, and in one that has both a layer forward and a layer backward
 take turns, so that exchanges of one hide behind products of the other. Both end together, and so a
@@ -67,9 +66,7 @@ class Schedule(NamedTuple):
     """A schedule for some stages and micro-batches.
 
     Attributes:
-      begins: the first tick of backward, on the last stage.
       groups: of each kind of visits, how many times `together` micro-batches a stage keeps.
-      answers: slots for gradients of what the last stage left.
       combined: whether layers forward and backward take turns in a tick, which the answer ends.
       chunks: of layers on each stage.
       slices: of positions.
@@ -77,9 +74,7 @@ class Schedule(NamedTuple):
 
     stages: int
     micro_batches: int
-    begins: int
     groups: tuple[int, ...]
-    answers: int
     combined: bool = False
     chunks: int = 1
     slices: int = 1
@@ -98,6 +93,16 @@ class Schedule(NamedTuple):
     def kept(self) -> int:
         """Slots for what a stage keeps of micro-batches, each of one kind of visits."""
         return sum(self.groups) * self.together
+
+    @property
+    def answers(self) -> int:
+        """Slots for gradients of what the last stage left."""
+        return 2 * self.slices - 1
+
+    @property
+    def begins(self) -> int:
+        """The first tick of backward, on the last stage."""
+        return self.chunks * self.stages + self.slices - 1
 
     @property
     def answered(self) -> int:
@@ -179,10 +184,6 @@ def schedule_of(
       chunks: `model.stage_chunks`; only of 1F1B more than one.
       slices: `mesh.stage_slices`; only of 1F1B with one chunk more than one.
     """
-    most = micro_batches // stages
-    if name == "gpipe":
-        begins = micro_batches + stages
-        return Schedule(stages, micro_batches, begins, (most,), micro_batches)
     if name not in ("1f1b", "combined_1f1b"):
         raise ValueError(f"no schedule {name}")
     if slices > 1:
@@ -190,9 +191,9 @@ def schedule_of(
         # micro-batch comes the next.
         ticks = (2 * (stages + slices - 1 - piece) for piece in range(slices))
         groups = tuple(min(-(-t // slices), micro_batches) for t in ticks)
-        begins, answers = stages + slices - 1, 2 * slices - 1
-        return Schedule(stages, micro_batches, begins, groups, answers, slices=slices)
+        return Schedule(stages, micro_batches, groups, slices=slices)
     # Chunk c of the first stage comes back 2 (V - c) P ticks later, and after V P ticks again.
+    most = micro_batches // stages
     groups = tuple(min(2 if 2 * chunk < chunks else 1, most) for chunk in range(chunks))
     combined = name == "combined_1f1b"
-    return Schedule(stages, micro_batches, chunks * stages, groups, 1, combined, chunks)
+    return Schedule(stages, micro_batches, groups, combined, chunks)

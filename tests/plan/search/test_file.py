@@ -31,6 +31,7 @@ def test_what_is_no_plan_is_refused(tmp_path, content, said):
         ({"settings": {"mesh.nodes": 2}}, "`mesh.nodes`, which no plan chooses"),
         ({"settings": {"mesh.expert": -1}}, r"plan\.json: `mesh.expert` must be .*at least"),
         ({"settings": {"mesh.expert": "two"}}, "`mesh.expert` must be an integer"),
+        ({"settings": {"mesh.schedule": "gpipe"}}, "was removed: use '1f1b'"),
         ({"settings": []}, "names and values"),
         ({"devices": "8"}, "devices = '8'"),
         ({"nodes": 0}, "nodes = 0"),
@@ -49,3 +50,9 @@ def test_a_plan_that_no_search_wrote_is_refused(tmp_path, changes, said):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(InputError, match=said):
         load_plan(path)
+
+
+def test_a_plan_whose_runner_up_is_no_longer_possible_is_read_without_it(tmp_path):
+    path, other = tmp_path / "plan.json", {"seconds": 2.0, "settings": {"mesh.schedule": "gpipe"}}
+    save_plan(Plan("test", 8, 2, "balanced", {"mesh.expert": 8}, {"seconds": 1.0}, other), path)
+    assert load_plan(path).runner_up is None

@@ -54,17 +54,16 @@ def test_a_search_changes_what_stages_keep_their_order_and_micro_batches():
     cfg, topology = model(), cluster()
     limits = limits_of(cfg, topology)
     values = {"mesh.stage": 2, "mesh.expert": 4, "train.micro_batches": 8}
-    one = space.resolve(change(cfg, values), limits)
-    found = list(space.schedules(one, limits))
+    # With a capacity no exchange lies in a branch, so that on a GPU it hides behind another pass.
+    gpu = dataclasses.replace(limits, platform="gpu")
+    one = space.resolve(change(cfg, values), gpu)
+    found = list(space.schedules(one, gpu))
     names = ("mesh.stage_keeps", "mesh.schedule", "train.micro_batches")
     changed = [[n for n in names if get_value(a, n) != get_value(one, n)] for a in found]
     assert [name for (name,) in changed] == [*names, "train.micro_batches"]
-    # With a capacity no exchange lies in a branch, so that on a GPU it hides behind another pass.
-    gpu = dataclasses.replace(limits, platform="gpu")
-    assert space.orders(one, gpu) == space.SCHEDULES
     without = change(one, {"moe.capacity_factor": None})
     for asked in (space.orders(one, limits), space.orders(without, gpu)):
-        assert asked == ("1f1b", "gpipe")
+        assert asked == ("1f1b",)
     alone = space.resolve(change(cfg, {"mesh.expert": 8}), limits)
     assert list(space.schedules(alone, limits)) == []
 
@@ -155,17 +154,13 @@ def test_what_stages_add_has_names():
 
 
 @pytest.mark.slow
-def test_a_schedule_that_keeps_fewer_micro_batches_needs_less_memory():
-    """1F1B keeps as many however many there are; GPipe keeps all."""
+def test_stages_need_as_much_memory_however_many_micro_batches_there_are():
     cfg, topology = model(length=64), cluster()
     peaks = {}
-    for schedule in ("1f1b", "gpipe"):
-        for parts in (8, 32):
-            own = change(cfg, {"train.micro_batches": parts, "train.batch_sequences": parts * 4})
-            one = priced(own, topology, stage=2, expert=4, schedule=schedule)
-            peaks[schedule, parts] = one.steps.temporary
-    assert peaks["1f1b", 32] < 1.05 * peaks["1f1b", 8]
-    assert peaks["gpipe", 32] > 2 * peaks["1f1b", 32]
+    for parts in (8, 32):
+        own = change(cfg, {"train.micro_batches": parts, "train.batch_sequences": parts * 4})
+        peaks[parts] = priced(own, topology, stage=2, expert=4).steps.temporary
+    assert peaks[32] < 1.05 * peaks[8]
 
 
 @pytest.mark.slow
