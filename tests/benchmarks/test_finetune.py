@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
+pytest.importorskip("transformers")
 
 from benchmarks.cpu import finetune
 from benchmarks.cpu.finetune_page import page, summary, verdicts

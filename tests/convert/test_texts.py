@@ -5,7 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
+pytest.importorskip("transformers")
 
 import tokenizers
 from hypothesis import given

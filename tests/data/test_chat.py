@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
+pytest.importorskip("transformers")
 
 from moejax.config.schema import DataConfig
 from moejax.data import tokens
@@ -201,8 +201,8 @@ def test_replacing_removes_marks_of_the_earlier_run(tmp_path, command):
     assert names == ["x.train.bin", "x.train.bin.json"]
 
 
-def test_without_jinja_the_extra_is_named(command, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
+def test_without_transformers_the_extra_is_named(command, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
     assert run(*command) == 2
     assert "moejax[hf]" in capsys.readouterr().err
 

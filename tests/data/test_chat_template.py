@@ -1,11 +1,12 @@
 import json
+import sys
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
+pytest.importorskip("transformers")
 
 from moejax.data.prepare import chat_template
 from moejax.data.prepare.chat_template import ChatTemplate, load_template
@@ -74,7 +75,12 @@ def test_older_folders_name_control_tokens_in_a_file_of_their_own(tmp_path):
     ("file", "content", "said"),
     [
         ("tokenizer_config.json", "{", "settings are damaged"),
-        ("chat_template.jinja", "{% if %}", r"template is damaged.*chat_template\.jinja, line 1"),
+        ("chat_template.jinja", "\n{% if %}", r"template is damaged.*\.jinja, line 2"),
+        (
+            "chat_template.jinja",
+            "{% generation %}\n{% endgeneration %}{% if %}",
+            r"template is damaged.*\.jinja, line 2",
+        ),
         ("chat_template.jinja", b"\xff", "no chat template"),
     ],
 )
@@ -82,7 +88,7 @@ def test_a_damaged_file_is_named(tmp_path, file, content, said):
     path = write_model(tmp_path)
     (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InputError, match=said):
-        load_template(path, None)
+        load_template(path, None).render(ONE, None, "")
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
@@ -145,11 +151,13 @@ def test_tags_are_marked_wherever_their_text_goes():
 
 
 def test_the_day_is_given_or_today():
-    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", "", today=datetime(2024, 7, 26))
-    assert not template.is_dated
-    assert template.render(ONE, None, "").text == "26 Jul 2024"
-    assert template.is_dated
+    source, day = "{{ strftime_now('%d %b %Y') }}", datetime(2024, 7, 26)
+    assert ChatTemplate(source, "", today=day).render(ONE, None, "").text == "26 Jul 2024"
+    assert ChatTemplate(source, "").is_dated
+    assert not ChatTemplate(CHATML, "").is_dated
     assert render("{{ strftime_now('%Y') }}").text >= "2026"
+    with pytest.raises(InputError, match=r"`--date` cannot be written\. here\.jinja computes"):
+        ChatTemplate("{{ strftime_now(format) }}", "here.jinja", today=day)
 
 
 def test_tools_and_the_prompt_reach_the_template():
@@ -166,17 +174,21 @@ def test_reasoning_has_the_names_that_templates_read():
     assert messages == [{"role": "assistant", "content": "c", "reasoning_content": "why"}]
 
 
-def test_an_older_jinja_is_refused(monkeypatch):
-    monkeypatch.setattr(chat_template, "version", lambda _: "3.1.5")
-    with pytest.raises(InputError, match=r"3\.1\.5.*3\.1\.6"):
+def test_older_libraries_are_refused(monkeypatch):
+    monkeypatch.setattr(chat_template, "version", lambda _: "5.22.1")
+    with pytest.raises(InputError, match=r"version 5\.22\.2 or newer.*it is 5\.22\.1"):
         ChatTemplate(FEATURES, "")
-    monkeypatch.setattr(chat_template, "version", lambda _: "3.2.0.dev1")
-    ChatTemplate(FEATURES, "")
+    monkeypatch.setattr(chat_template, "version", lambda _: "5.30.0.dev1")
+    template = ChatTemplate("no other test has this", "")
+    monkeypatch.setattr("jinja2.__version__", "3.1.5")
+    with pytest.raises(InputError, match=r"3\.1\.6.*3\.1\.5"):
+        template.render(ONE, None, "")
 
 
-def test_without_jinja_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    with pytest.raises(InputError, match=r"moejax\[hf\]"):
+@pytest.mark.parametrize("library", ["jinja2", "transformers"])
+def test_without_a_library_the_extra_is_named(monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(InputError, match=rf"No module named '{library}'|{library}.*moejax\[hf\]"):
         ChatTemplate(FEATURES, "")
 
 

@@ -231,7 +231,7 @@ def _flags(parser: argparse.ArgumentParser) -> set[str]:
 
 def _moejax(words: list[str], made: Made) -> Iterator[str]:
     """Checks `moejax COMMAND ...`, and yields the files that it reads."""
-    if words in (["--help"], ["--version"]):
+    if words in (["--help"], ["--version"], ["--print-completion", "bash"]):
         return
     args, flags = parsed_by(moejax, "moejax", words)
     rest, overrides = split_overrides(words)

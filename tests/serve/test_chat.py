@@ -5,7 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
+pytest.importorskip("transformers")
 
 from moejax.data.marks import TARGET
 from moejax.data.prepare.answers import ChatEncoder

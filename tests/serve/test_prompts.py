@@ -57,7 +57,7 @@ def test_prompts_of_an_import_begin_as_its_tokenizer_says(imported):
 
 
 def test_messages_have_the_template_beside_the_weights_and_end_as_it_ends_answers(imported):
-    pytest.importorskip("jinja2")
+    pytest.importorskip("transformers")
     folder = imported.saved.path.parent.parent / "hf"
     with pytest.raises(InputError, match="no chat template"):
         open_vocabulary(imported, None, None, chat=True)
@@ -89,7 +89,7 @@ def trained(tmp_path, name, *flags):
 
 @pytest.mark.parametrize("of_bytes", [True, False])
 def test_messages_have_the_template_of_the_conversations_that_were_learned(tmp_path, of_bytes):
-    pytest.importorskip("jinja2")
+    pytest.importorskip("transformers")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
     end = "<|endoftext|>" if of_bytes else "<|end|>"
     own = "{% for m in messages %}{{ m.content + 'END' }}{% endfor %}".replace("END", end)
@@ -118,7 +118,7 @@ def test_messages_have_the_template_of_the_conversations_that_were_learned(tmp_p
 
 def test_messages_have_the_template_beside_the_tokenizer_of_the_token_files(tmp_path):
     """Where no weights came from elsewhere, and the run did not train on conversations."""
-    pytest.importorskip("jinja2")
+    pytest.importorskip("transformers")
     original = write_model(tmp_path / "model")
     (tmp_path / "a.txt").write_text("all")
     chosen = trained(tmp_path, "a.txt", "--tokenizer", original)
@@ -149,7 +149,7 @@ def test_prompts_without_tokens_or_with_unknown_ones_are_refused(imported):
     bare = dataclasses.replace(vocabulary, library=vocabulary.tokenizer._tokenizer)
     bare.library.post_processor = None
     assert encode_prompts([""], bare, imported.cfg, 1) == ([[0]], []), "<s> begins a text"
-    pytest.importorskip("jinja2")
+    pytest.importorskip("transformers")
     nothing = imported.saved.path.parent.parent / "nothing.jinja"
     nothing.write_text("{# writes nothing #}")
     silent = open_vocabulary(imported, None, None, chat=True, template=str(nothing))

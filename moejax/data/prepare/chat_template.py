@@ -1,10 +1,12 @@
 """A tokenizer's chat template: how a conversation becomes the text that the model reads.
 
-Templates are Jinja, written for transformers: its settings of the environment, globals, filters and
-variables are those here. They come from elsewhere, so they run in Jinja's sandbox.
+transformers renders it, in Jinja's sandbox, since templates come from elsewhere. Two things that it
+cannot do are written into the template first: a day that the user gives takes the place of today's,
+and tags around answers write marks, which are right also inside macros and variables
+(docs/decisions/0029-chat-templates-by-transformers.md).
 """
 
-import json
+import os
 import re
 from datetime import datetime
 from importlib.metadata import version
@@ -24,10 +26,13 @@ from moejax.data.prepare.rows import BadRowError
 from moejax.errors import InputError
 
 TEMPLATE = "chat_template.jinja"
-SAFE_JINJA = (3, 1, 6)  # earlier ones let templates out of the sandbox
+SAFE = "5.22.2"  # of transformers: earlier ones let templates out of the sandbox
 # What {% generation %} and {% endgeneration %} write: characters that no text may contain.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
+TAG = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
+# A tag of the same kind as TAG, so that the white space around it stays the same.
+MARKS = f"{{% macro marked_answer() %}}{OPEN}{{{{ caller() }}}}{CLOSE}{{% endmacro %}}\n"
+DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 class Rendered(NamedTuple):
@@ -38,12 +43,14 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template, compiled.
+    """A chat template.
 
     Attributes:
       name: its origin, for messages.
       source: its text.
       variables: texts of control tokens by the names that it may write.
+      is_dated: whether it writes a date.
+      is_tagged: whether tags say what the assistant wrote; else it is found by rendering prefixes.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class ChatTemplate:
         variables: dict[str, str] | None = None,
         today: datetime | None = None,
     ):
-        """Compiles a template.
+        """Takes a template.
 
         Args:
           source: its text.
@@ -61,21 +68,13 @@ class ChatTemplate:
           variables: names of control tokens, such as bos_token.
           today: the day that it may write; None for the day on which it runs.
         Raises:
-          InputError: if it is not a template, or Jinja is missing.
+          InputError: if transformers is missing, or the day cannot be written.
         """
-        self.name, self.source, self.variables, self._today = name, source, variables or {}, today
-        self.is_dated = False  # whether it has written a date
-        # Tags say what the assistant wrote; without them it is found by rendering prefixes.
-        self.is_tagged = re.search(r"{%[-+]?\s*generation\s*[-+]?%}", source) is not None
-        jinja = _jinja(name)
-        environment = _environment(self._strftime_now)
-        try:
-            self._template = environment.from_string(source)
-        except jinja.TemplateSyntaxError as error:
-            raise InputError(
-                f"chat template is damaged. {name}, line {error.lineno}: {_cut(error)}. It must be "
-                f"a Jinja template. Copy it again, or name another one: --chat-template FILE."
-            ) from error
+        self.name, self.source, self.variables = name, source, variables or {}
+        self.is_dated = "strftime_now(" in source
+        self.is_tagged = TAG.search(source) is not None
+        self._marked = _with_marks(_on_day(source, today, name) if today else source)
+        self._renderer = _renderer(name)
 
     def render(
         self, messages: list[Message], tools: list[Any] | None, source: str, *, prompt: bool = False
@@ -87,15 +86,27 @@ class ChatTemplate:
           prompt: whether to add what asks the model for its answer.
         Raises:
           BadRowError: if the template does not take them.
+          InputError: if it is not a template.
         """
+        from jinja2 import TemplateSyntaxError
+
         try:
-            text = self._template.render(
-                **self.variables,
-                messages=[_with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
+            (text,) = self._renderer.apply_chat_template(
+                [messages],
+                tools,
+                chat_template=self._marked,
                 add_generation_prompt=prompt,
+                tokenize=False,
+                **self.variables,
             )
+        except TemplateSyntaxError as error:
+            line = error.lineno - self.is_tagged  # MARKS is a line
+            raise InputError(
+                f"chat template is damaged. {self.name}, line {line}: {_cut(error)}. It must be "
+                f"a Jinja template. Copy it again, or name another one: --chat-template FILE."
+            ) from error
+        except ImportError as error:  # Jinja is too old
+            raise _missing(self.name, str(error)) from error
         except Exception as error:  # A template may fail in any way, or refuse a row itself.
             raise BadRowError(
                 f"chat template does not take a row. {source}: {_cut(error)}. {self.name} decides "
@@ -104,10 +115,6 @@ class ChatTemplate:
             ) from error
         return _without_marks(text)
 
-    def _strftime_now(self, format: str) -> str:
-        self.is_dated = True
-        return (self._today or datetime.now()).strftime(format)
-
 
 def load_template(
     tokenizer: Path | None, file: Path | None, today: datetime | None = None
@@ -115,7 +122,7 @@ def load_template(
     """Returns the chat template of a file, else of the folder of a tokenizer.json.
 
     Raises:
-      InputError: if there is none, or it is damaged.
+      InputError: if there is none, or it cannot be read.
     """
     config = read_settings(tokenizer.with_name(CONFIG)) if tokenizer else {}
     variables = named_tokens(tokenizer) if tokenizer else {"eos_token": BYTES_EOS}
@@ -149,12 +156,24 @@ def _read_text(file: Path) -> str:
         ) from error
 
 
-def _with_reasoning(message: Message) -> Message:
-    """Returns a message with its reasoning under both names that templates read."""
-    reasoning = next((message[name] for name in REASONING if name in message), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+def _on_day(source: str, day: datetime, name: str) -> str:
+    """Returns a template that writes a day in place of today's."""
+    fixed = DATE.sub(lambda found: repr(day.strftime(found[2])), source)
+    if "strftime_now(" in fixed:
+        raise InputError(
+            f"`--date` cannot be written. {name} computes how it writes a date. Leave --date out, "
+            f"or write the day into the template."
+        )
+    return fixed
+
+
+def _with_marks(source: str) -> str:
+    """Returns a template whose tags write marks."""
+
+    def call(found: re.Match[str]) -> str:
+        return f"{{%{found[1]} {'endcall' if found[2] else 'call marked_answer()'} {found[3]}%}}"
+
+    return MARKS + TAG.sub(call, source) if TAG.search(source) else source
 
 
 def _without_marks(text: str) -> Rendered:
@@ -171,89 +190,27 @@ def _without_marks(text: str) -> Rendered:
     return Rendered("".join(parts), [span for span in spans if span[0] < span[1]])
 
 
-def _jinja(name: str) -> Any:
-    """Returns the Jinja library, of a version whose sandbox is whole."""
+def _renderer(name: str) -> Any:
+    """Returns what renders templates: a tokenizer of transformers, without tokens."""
+    # It would say that PyTorch is missing, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        import jinja2
+        present = version("transformers")
+        import jinja2  # noqa: F401 - else its absence is told at the first conversation
+        from packaging.version import Version
+        from transformers import PreTrainedTokenizerBase
     except ImportError as error:
-        raise InputError(
-            f"the Jinja library is missing. {name} needs it. It comes with an extra. Run pip "
-            f"install 'moejax[hf]'."
-        ) from error
-    present = version("jinja2")
-    if tuple(int(part) for part in re.findall(r"\d+", present)[:3]) < SAFE_JINJA:
-        raise InputError(
-            f"the Jinja library is too old. It has version {present}. Before "
-            f"{'.'.join(map(str, SAFE_JINJA))} a template could leave the sandbox. Run pip install "
-            f"--upgrade 'jinja2>={'.'.join(map(str, SAFE_JINJA))}'."
-        )
-    return jinja2
+        raise _missing(name, str(error)) from error
+    if Version(present) < Version(SAFE):
+        raise _missing(name, f"it is {present}, from whose sandbox a template gets out")
+    return PreTrainedTokenizerBase()
 
 
-def _safe_namespace() -> Any:
-    """Returns the maker of a template's namespaces, without names that begin with "_"."""
-    from jinja2.exceptions import SecurityError
-    from jinja2.utils import Namespace
-
-    class Names(Namespace):
-        """A namespace without private names, which would reach Python's own."""
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            """Stores a value."""
-            if name.startswith("_"):
-                raise SecurityError(f"a namespace has no name {name!r}")
-            super().__setitem__(name, value)
-
-    def namespace(*values: Any, **named: Any) -> Names:
-        names = Names()
-        for name, value in dict(*values, **named).items():
-            names[name] = value
-        return names
-
-    return namespace
-
-
-def _environment(strftime_now: Any) -> Any:
-    """Returns the sandbox with all that templates expect."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """The tags {% generation %} and {% endgeneration %} around what the assistant wrote."""
-
-        tags = {"generation"}  # noqa: RUF012 - as Jinja's class declares it
-
-        def parse(self, parser: Any) -> Any:
-            """Keeps what is inside, between two marks."""
-            line = next(parser.stream).lineno
-            inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-            def mark(text: str) -> Any:
-                return nodes.Output([nodes.TemplateData(text)]).set_lineno(line)
-
-            return [mark(OPEN), *inside, mark(CLOSE)]
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own would escape for HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
+def _missing(name: str, why: str) -> InputError:
+    return InputError(
+        f"the transformers library is missing or too old. {name} needs version {SAFE} or newer, "
+        f"and Jinja: {' '.join(why.split())}. Run pip install --upgrade 'moejax[hf]'."
     )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": strftime_now,
-        "namespace": _safe_namespace(),
-        "dict": lambda *values, **named: dict(*values, **named),  # not the class
-    }
-    return environment
 
 
 def _cut(error: BaseException) -> str:
