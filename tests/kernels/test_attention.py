@@ -41,7 +41,6 @@ def run(implementation, arrays, segment, window, sinks=None, scale=None):
     return both(*inputs, gradient=arrays[3])
 
 
-@pytest.mark.slow
 @few(12)
 @given(
     length=st.sampled_from([1, 7, 64, 65, 130, 150]),

@@ -80,7 +80,6 @@ def annotations(case):
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("annotations")
 @pytest.mark.parametrize(
     "case",

@@ -108,7 +108,6 @@ def with_feedback(inner):
     return codec, jax.jit(codec.encode), jax.jit(codec.decode, static_argnums=1)
 
 
-@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 99),
