@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy.optimize import lsq_linear
 
 from moejax.plan.cluster.topology import Link
 
@@ -63,6 +62,8 @@ def _bends(line: Link) -> tuple[tuple[int, float], ...]:
 
 def _bounded_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
     """Weighted least squares of (a + b x) / t against 1, with a >= 0 and b large enough to see."""
+    from scipy.optimize import lsq_linear  # a sixth of what a run imports
+
     w = np.sqrt(weight)
     columns = np.stack([w / t, w * x / t], axis=1)
     scale = np.linalg.norm(columns, axis=0)
