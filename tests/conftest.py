@@ -115,6 +115,8 @@ SLOW: tuple[str, ...] = (
     "evaluate/",
     "hf/",
     "serve/",
+    "step/test_adapters.py",
+    "train/test_adapters.py",
 )
 
 

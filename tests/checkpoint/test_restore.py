@@ -118,6 +118,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_misplaced_experts_are_named_and_the_step_before_is_taken(directory, change):
     rewrite(directory / "2", change, W_IN, W_OUT)

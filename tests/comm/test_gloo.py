@@ -253,6 +253,7 @@ def test_a_loop_with_collectives_waits_for_the_beginning_of_a_transfer_and_the_e
     assert holds(tick, ROWS, HIDDEN) == [[(), ()]]
 
 
+@pytest.mark.slow
 def test_what_waits_for_transfers_is_computed_once_and_in_order():
     """Results of a chain of additions to what arrives, of which some are needed early."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))

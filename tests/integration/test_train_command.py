@@ -53,6 +53,7 @@ def test_a_run_leaves_config_metrics_events_and_the_newest_checkpoints(place, st
     assert "dropped 0" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [

@@ -79,6 +79,7 @@ def test_targets_ahead_are_targets_of_the_next_position(B, T, seed):
         assert got[b, t] == (target_BT[b, t + 1] if inside else -1)
 
 
+@pytest.mark.slow
 def test_no_document_sees_another_and_no_target_is_past_the_end():
     """The loss of the first document alone, whatever stands in the second."""
     train_step = step_for(config((1, 1, 2, 2)))
@@ -103,6 +104,7 @@ def test_no_document_sees_another_and_no_target_is_past_the_end():
     assert loss(batch.token_BT, other(target, 5)) != before, "position 4 has no target"
 
 
+@pytest.mark.slow
 def test_evaluation_and_sampling_and_first_weights_are_those_without_it():
     with_it, without = (step_for(with_experts((1, 1, 2, 2), ahead=ahead)) for ahead in (1, 0))
     state, plain = with_it.init(), without.init()
@@ -116,6 +118,7 @@ def test_evaluation_and_sampling_and_first_weights_are_those_without_it():
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.slow
 def test_accumulation_divides_by_the_targets_of_the_whole_batch():
     whole, cut = step_for(config()), step_for(config((2, 1, 1, 1), train={"micro_batches": 2}))
     state, batch = whole.init(), random_batch(whole.cfg)
@@ -125,6 +128,7 @@ def test_accumulation_divides_by_the_targets_of_the_whole_batch():
     assert_close(got, jax.tree.map(np.asarray, wanted), terms=8 * 16)
 
 
+@pytest.mark.slow
 def test_a_step_tells_the_loss_and_moves_the_bias_of_its_experts_last():
     model = {"num_layers": 3, "first_dense_layers": 1}
     cfg = with_experts(model=model, router={"bias_update_rate": 0.5})

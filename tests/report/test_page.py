@@ -381,6 +381,7 @@ def test_marks_of_runs_have_their_colours_and_equal_lines_take_turns(compared):
     assert (first["dashes"], second["dashes"]) == ("solid", [8, 8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, pytest.param(1600, marks=pytest.mark.exhaustive)])
 def test_a_phone_and_a_wide_screen_show_it_without_scrolling_sideways(tab, width):
     opened = tab(width, 800)

@@ -40,6 +40,7 @@ def test_evaluation_is_cut_as_the_step_is():
     assert part <= whole / 16 + weights
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
     reason="with JAX 0.10 XLA:CPU takes 1.6 times the temporaries for the same program",

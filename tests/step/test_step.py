@@ -201,6 +201,7 @@ def test_a_step_tells_whether_there_was_a_target_anywhere(place_of_one):
     assert (float(metrics.loss) > 0) == (place_of_one is not None)
 
 
+@pytest.mark.slow
 def test_a_step_compiled_for_shapes_is_not_compiled_again():
     """Processes compile first and meet then; a second compilation would part them again."""
     cfg = small_config((1, 1, 2, 2), moe=CERTAIN)

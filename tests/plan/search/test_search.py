@@ -307,6 +307,7 @@ def test_skew_costs_what_a_plan_exchanges():
     assert seconds[1][1] == seconds[1][0]
 
 
+@pytest.mark.slow
 def test_terms_add_up_and_explain_the_difference(found):
     for one in found.ranked:
         assert sum(terms(one).values()) == pytest.approx(one.seconds)
