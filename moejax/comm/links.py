@@ -4,7 +4,7 @@ Per device, inside shard_map. A send is a chain, and the send from the last stag
 permute of its own: XLA's decomposer of cyclic permutes lets zeros arrive where a permute has more
 than one cycle (openxla/xla#45222).
 
-A stage's share of the positions is what it computes the loss for, a P-th of each sequence.
+A stage's share of the positions is the P-th of each sequence that its loss step covers.
 
 Letters: those of `layout.layout`; P stages, X the width of an encoded array.
 """

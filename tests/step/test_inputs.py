@@ -37,10 +37,10 @@ def inputs_of_stages(schedule):
 def input_gradient(schedule, t):
     """The first stage's input gradient of the tick before t: 1 + k, or 1 + k + slice / 10."""
     n = t - 1 - schedule.first_backward - (schedule.stages - 1)
-    k, part = schedule.micro_batch(n), schedule.part(n, backward=True)
-    if not 0 <= n < schedule.tasks or (schedule.slices == 1 and part != 0):
+    k, section = schedule.micro_batch(n), schedule.section(n, backward=True)
+    if not 0 <= n < schedule.tasks or (schedule.slices == 1 and section != 0):
         return NO_INPUT
-    return 1 + k + part / 10
+    return 1 + k + section / 10
 
 
 @pytest.mark.parametrize(

@@ -11,33 +11,35 @@ from moejax.step.pipeline.schedule import build_schedule
 def schedules(draw):
     stages = draw(st.integers(2, 8))
     micro_batches = stages * draw(st.integers(1, 8))
-    parts = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 7), (2, 1), (3, 1), (5, 1)]))
-    names = ["gpipe", "1f1b", "combined_1f1b"] if parts == (1, 1) else ["1f1b"]
-    return build_schedule(draw(st.sampled_from(names)), stages, micro_batches, *parts)
+    sections = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 7), (2, 1), (3, 1), (5, 1)]))
+    names = ["gpipe", "1f1b", "combined_1f1b"] if sections == (1, 1) else ["1f1b"]
+    return build_schedule(draw(st.sampled_from(names)), stages, micro_batches, *sections)
 
 
 def tasks(schedule, *, backward=False):
-    """(micro-batch, part) of a stage's tasks in order; a part is a virtual stage or a slice.
+    """(micro-batch, section) of a stage's tasks in order; a section is a virtual stage or a slice.
 
     P micro-batches pass through each virtual stage in turn, and all slices of one before the next.
     """
-    parts = list(range(schedule.virtual_stages * schedule.slices))
+    sections = list(range(schedule.virtual_stages * schedule.slices))
     group_size = 1 if schedule.slices > 1 else schedule.stages
     groups = range(0, schedule.micro_batches, group_size)
-    order = parts[::-1] if backward else parts
-    return [(first + m, part) for first in groups for part in order for m in range(group_size)]
+    order = sections[::-1] if backward else sections
+    return [
+        (first + m, section) for first in groups for section in order for m in range(group_size)
+    ]
 
 
 def ticks(schedule):
-    """{("forward", s, k, part), ("loss", k, slice) or ("backward", s, k, part): tick}, by rule."""
+    """{("forward", s, k, section), ("loss", k, slice), ("backward", s, k, section): tick}."""
     P, at = schedule.stages, {}
     for s in range(P):
-        for n, (k, part) in enumerate(tasks(schedule)):
-            at["forward", s, k, part] = s + n
-            if s == P - 1 and (schedule.slices > 1 or part == schedule.virtual_stages - 1):
-                at["loss", k, part * (schedule.slices > 1)] = s + n + 1 - schedule.combined
-        for n, (k, part) in enumerate(tasks(schedule, backward=True)):
-            at["backward", s, k, part] = schedule.first_backward + P - 1 - s + n
+        for n, (k, section) in enumerate(tasks(schedule)):
+            at["forward", s, k, section] = s + n
+            if s == P - 1 and (schedule.slices > 1 or section == schedule.virtual_stages - 1):
+                at["loss", k, section * (schedule.slices > 1)] = s + n + 1 - schedule.combined
+        for n, (k, section) in enumerate(tasks(schedule, backward=True)):
+            at["backward", s, k, section] = schedule.first_backward + P - 1 - s + n
     return at
 
 
@@ -98,10 +100,10 @@ def test_every_tick_of_the_rule_is_in_a_phase_that_does_it(schedule):
 
 @hypothesis.given(schedules())
 def test_a_task_has_the_number_of_its_place_in_the_order(schedule):
-    for n, (k, part) in enumerate(tasks(schedule)):
-        assert (schedule.micro_batch(n), schedule.part(n)) == (k, part)
-    for n, (k, part) in enumerate(tasks(schedule, backward=True)):
-        assert (schedule.micro_batch(n), schedule.part(n, backward=True)) == (k, part)
+    for n, (k, section) in enumerate(tasks(schedule)):
+        assert (schedule.micro_batch(n), schedule.section(n)) == (k, section)
+    for n, (k, section) in enumerate(tasks(schedule, backward=True)):
+        assert (schedule.micro_batch(n), schedule.section(n, backward=True)) == (k, section)
     for n in (-1, -schedule.stages, schedule.tasks, schedule.tasks + schedule.stages - 1):
         assert not 0 <= schedule.micro_batch(n) < schedule.micro_batches
 
@@ -110,18 +112,18 @@ def test_a_task_has_the_number_of_its_place_in_the_order(schedule):
 def test_nothing_runs_before_its_input(schedule):
     at, last, V = ticks(schedule), schedule.stages - 1, schedule.virtual_stages
     for k in range(schedule.micro_batches):
-        for part in range(V * schedule.slices):
+        for section in range(V * schedule.slices):
             for s in range(last):
                 # It is sent at the end of a tick or at the start of the next, which has it.
-                assert at["forward", s + 1, k, part] - at["forward", s, k, part] == 1
-                assert at["backward", s, k, part] - at["backward", s + 1, k, part] == 1
-            if part and V > 1:
-                assert at["forward", 0, k, part] - at["forward", last, k, part - 1] == 1
-                assert at["backward", last, k, part - 1] - at["backward", 0, k, part] == 1
-            if part and V == 1:  # a slice needs the keys of those before it
+                assert at["forward", s + 1, k, section] - at["forward", s, k, section] == 1
+                assert at["backward", s, k, section] - at["backward", s + 1, k, section] == 1
+            if section and V > 1:
+                assert at["forward", 0, k, section] - at["forward", last, k, section - 1] == 1
+                assert at["backward", last, k, section - 1] - at["backward", 0, k, section] == 1
+            if section and V == 1:  # a slice needs the keys of those before it
                 for s in range(last + 1):
-                    assert at["forward", s, k, part - 1] < at["forward", s, k, part]
-                    assert at["backward", s, k, part - 1] > at["backward", s, k, part]
+                    assert at["forward", s, k, section - 1] < at["forward", s, k, section]
+                    assert at["backward", s, k, section - 1] > at["backward", s, k, section]
         for index in range(schedule.slices):
             task, loss = (last, k, V - 1 + index), at["loss", k, index]
             if schedule.combined:  # the loss step is the last of a tick
@@ -135,14 +137,14 @@ def test_no_slot_is_overwritten_before_it_is_read(schedule):
     at, P = ticks(schedule), schedule.stages
     for s in range(P):
         written = {}
-        for k, part in tasks(schedule):
-            first_group, groups = schedule.first_groups[part], schedule.saved_groups[part]
+        for k, section in tasks(schedule):
+            first_group, groups = schedule.first_groups[section], schedule.saved_groups[section]
             slot = schedule.slot(k, first_group, groups)
             assert 0 <= slot < schedule.slots
             if slot in written:
                 # In a tick forward writes before backward reads.
-                assert at["backward", s, *written[slot]] < at["forward", s, k, part]
-            written[slot] = k, part
+                assert at["backward", s, *written[slot]] < at["forward", s, k, section]
+            written[slot] = k, section
         # Keys and values of a micro-batch are written from its first slice on.
         started = {}
         for k in range(schedule.micro_batches):

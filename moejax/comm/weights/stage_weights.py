@@ -35,8 +35,10 @@ def gather_stage_weights(params: Any, dims: Any, layouts: Any, spec: StepSpec) -
         # Router matrices and biases compute in float32; gradients of factors are summed in it.
         half = compressible(letters) and RANK not in letters
         dtype = spec.dtype if half else "float32"
-        own, shard = replace(spec, layout=layout), as_shard(param)
-        by_layer = _by_layer(lambda one: gather_shard(one, letters, own, dtype), shard, letters)
+        layout_spec, shard = replace(spec, layout=layout), as_shard(param)
+        by_layer = _by_layer(
+            lambda one: gather_shard(one, letters, layout_spec, dtype), shard, letters
+        )
         return Shard(None, gathered=by_layer(shard))  # L m N -> L M N
 
     with jax.named_scope("weights"):
@@ -58,10 +60,10 @@ def reduce_stage_gradients(
     def reduce(letters: str, layout: Layout, param: Any, gradient: Any) -> Any:
         if layout.is_replicated(letters):
             return gradient
-        own, shard = replace(spec, layout=layout), as_shard(param)
+        layout_spec, shard = replace(spec, layout=layout), as_shard(param)
 
         def reduce_layer(pair: tuple[Shard, jax.Array]) -> Shard:
-            return reduce_gradient(pair[1], pair[0], letters, own)
+            return reduce_gradient(pair[1], pair[0], letters, layout_spec)
 
         by_layer = _by_layer(reduce_layer, shard, letters)
         return by_layer((shard, gradient.gathered))  # L M N -> L m N

@@ -136,7 +136,7 @@ class Estimate:
         activations = (block * KEPT[model.remat] + passed) * model.blocks / self.stages
         if self.stages > 1:
             schedule, passed = self.schedule, passed / self.schedule.slices
-            activations /= schedule.parts
+            activations /= schedule.sections
             saved = activations if self.cfg.mesh.stage_keeps == "residuals" else passed
             held += schedule.slots * saved + self._in_hand() * passed + self._keys()
         return held + activations + 2 * block
@@ -216,7 +216,7 @@ class Estimate:
         layers = compute + exchange
         if schedule.combined and self.topology.device.platform != "cpu":
             layers = max(compute, exchange)  # of the other pass
-        layers *= share / schedule.parts
+        layers *= share / schedule.sections
         tick = layers + sent
         if schedule.first_backward <= schedule.tasks:  # a tick has forward and backward
             tick -= HIDDEN * min(layers, sent)

@@ -11,8 +11,8 @@ Terms:
     virtual stage    one of the V chunks of layers on a stage (`model.stage_chunks`)
     slice            one of the N parts of a micro-batch's positions (`mesh.stage_slices`)
     task             a micro-batch, or a slice of it, in one virtual stage, forward or backward
-    part             a task's virtual stage or slice, among the V N tasks of its micro-batch
-    group            micro-batches that run a part one after the other, before any runs its next
+    section          a task's virtual stage or slice, among the V N tasks of its micro-batch
+    group            micro-batches that all run a section before any of them runs the next
     tick             the time of one task forward, one backward, or both; equal on all stages
     warm-up, steady, cool-down: phases of ticks with forward alone, both passes, backward alone
     bubble           tasks of a stage without a micro-batch; their results are discarded

@@ -5,8 +5,8 @@ Per device, inside the shard_map of the training mesh. One of two:
 - `EmbeddingInputs`, where the embedding alone leads. Tokens are a thousandth of hidden states, so
   every stage has those of all micro-batches, and the first stage looks up its input at each tick.
   All stages do so, because they run one program: a read of as many bytes as a slot has.
-- `LeadingInputs`, where layers lead. Each stage runs them on its local micro-batches before the
-  first tick. Their results move toward the first stage, one stage a tick, and gradients move back.
+- `LeadingInputs`, where layers lead too. Each stage runs them on its local micro-batches before the
+  first tick. Their results move toward the first stage, one stage a tick, and gradients return.
 
 Letters: those of `layout.layout`; P stages, M micro-batches, J = M / P local ones; k a micro-batch
 in the order in which stages run them, j a local one, t a tick.
@@ -43,7 +43,7 @@ class EmbeddingInputs:
         """Returns the first stage's input [B, t, D] at a boundary tick."""
         schedule = self.staged.schedule
         k, _ = self.staged.nearest(schedule.micro_batch(t))
-        return self.staged.embed(self.table, k, schedule.part(t)), None
+        return self.staged.embed(self.table, k, schedule.section(t)), None
 
     def initial_gradients(self) -> Tree | None:
         """Returns the state of gradients before the first tick."""
@@ -67,7 +67,7 @@ class EmbeddingInputs:
         staged, schedule = self.staged, self.staged.schedule
         n = t - schedule.first_backward - schedule.virtual_stages * staged.stages
         k, valid = staged.nearest(schedule.micro_batch(n))
-        slice_index = schedule.part(n, backward=True)
+        slice_index = schedule.section(n, backward=True)
         _, pullback = jax.vjp(partial(staged.embed, k=k, slice_index=slice_index), self.table)
         (table,) = pullback(jnp.where((staged.stage_index == 0) & valid, dx_BtD, 0))
         return add(gradients, table)
@@ -105,7 +105,7 @@ class ReturningGradients(NamedTuple):
 class LeadingInputs:
     """The leading layers, run on each stage's local micro-batches.
 
-    The stages take turns: micro-batch k comes from stage k % P. Stage s starts to send it, or its
+    Micro-batch k comes from stage k % P. Stage s starts to send it, or its
     slices, s ticks before the first stage takes it.
 
     Attributes:
@@ -126,7 +126,7 @@ class LeadingInputs:
         return x_BtD, x_BtD
 
     def input_at(self, inbound: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the first stage's input at a boundary tick, and moves the others on.
+        """Returns the first stage's input at a boundary tick, and sends the inbound ones on.
 
         Wire: hidden states of one task, to the previous stage.
 
@@ -138,7 +138,7 @@ class LeadingInputs:
         staged, n = self.staged, t + self.staged.stage_index
         k, _ = staged.nearest(staged.schedule.micro_batch(n))
         owner, j = staged.owner(k)
-        local_BtD = staged.slice_of(entry(self.x_JBtD, j), staged.schedule.part(n))
+        local_BtD = staged.slice_of(entry(self.x_JBtD, j), staged.schedule.section(n))
         x_BtD = jnp.where(owner == staged.stage_index, local_BtD, inbound)
         return x_BtD, self.link.to_previous(self.link.encode_once(x_BtD))
 
@@ -164,10 +164,10 @@ class LeadingInputs:
         n = t - staged.stage_index - schedule.first_backward - delay
         k, here = staged.nearest(schedule.micro_batch(n))
         owner, j = staged.owner(k)
-        part = schedule.part(n, backward=True)
+        section = schedule.section(n, backward=True)
         first_virtual_stage = n // staged.stages % schedule.virtual_stages == 0
         here &= (owner == staged.stage_index) & first_virtual_stage
-        slice_index = part if schedule.slices > 1 else 0
+        slice_index = section if schedule.slices > 1 else 0
         start = (j, 0, slice_index * passing_BtD.shape[1], 0)
         old = lax.dynamic_slice(gradients.arrived_JBtD, start, (1, *passing_BtD.shape))
         arrived_JBtD = lax.dynamic_update_slice(

@@ -1,7 +1,7 @@
 """A model whose last layer groups are spread over pipeline stages, as one stage sees it.
 
-Per device, inside the shard_map of the training mesh. A micro-batch passes through three parts of
-the model; `step.pipeline.ticks` says when:
+Per device, inside the shard_map of the training mesh. A micro-batch passes through three pieces
+of the model; `step.pipeline.ticks` says when:
 
 - The leading layers: the embedding, and the layers before the stages. The data of M / P
   micro-batches lies on each stage, its local micro-batches, and it runs the leading layers on
@@ -11,7 +11,7 @@ the model; `step.pipeline.ticks` says when:
 - The output head with the loss: `step.pipeline.loss`. All stages compute it, each for a share of
   the positions.
 
-So no part is computed on more than one stage.
+So no work is done on more than one stage.
 
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
 stages run them, j a local micro-batch.
@@ -139,18 +139,18 @@ class StagedModel:
         params = self.weights.join(outer, self.weights.layers)
         return self.model.merge(params, self.state.router_bias)
 
-    def task(self, n: jax.Array, part: jax.Array) -> Task:
+    def task(self, n: jax.Array, section: jax.Array) -> Task:
         """Returns task n of this stage; in the bubble the nearest micro-batch's, not valid.
 
         Args:
-          part: `Schedule.part` of the task.
+          section: `Schedule.section` of the task.
         """
         schedule, zero = self.schedule, jnp.int32(0)
         k, valid = self.nearest(schedule.micro_batch(n))
         first_group, groups = (
-            jnp.asarray(x)[part] for x in (schedule.first_groups, schedule.saved_groups)
+            jnp.asarray(x)[section] for x in (schedule.first_groups, schedule.saved_groups)
         )
-        virtual_stage, slice_index = (zero, part) if schedule.slices > 1 else (part, zero)
+        virtual_stage, slice_index = (zero, section) if schedule.slices > 1 else (section, zero)
         return Task(
             micro_batch=k,
             virtual_stage=virtual_stage,
@@ -164,7 +164,7 @@ class StagedModel:
     def forward_task(self, t: jax.Array) -> Task:
         """Returns the task that this stage runs forward at tick t."""
         n = t - self.stage_index
-        return self.task(n, self.schedule.part(n))
+        return self.task(n, self.schedule.section(n))
 
     def nearest(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the nearest micro-batch to the k-th, and whether it is the k-th."""
@@ -269,8 +269,8 @@ class StagedModel:
 
         def run(weights: Tree, past: Past, x_BtD: jax.Array) -> Any:
             model = self.model.merge(self._with_layer(self.weights.outer, weights), biases)
-            part = Slice(task.slice_index, length, past) if past else None
-            return model.in_layer(x_BtD, segment_BT, noise, part)
+            of_slice = Slice(task.slice_index, length, past) if past else None
+            return model.in_layer(x_BtD, segment_BT, noise, of_slice)
 
         remat = self.model.cfg.model.remat
         if remat != "none":

@@ -1,4 +1,4 @@
-"""Schedules of pipeline stages, as data: what each tick does, and which slot keeps what.
+"""Schedules of pipeline stages, as data: the work of each tick, and slots of saved activations.
 
 The unit of work is a task: one micro-batch through the layers that a stage holds, forward or
 backward. At a tick each stage runs one task forward, one backward, or both, and the loss step
@@ -17,12 +17,13 @@ Ticks 0 and 1 are the warm-up (forward alone), 2 to 4 are steady (both), 5 and 6
 With `model.stage_chunks` = V a stage holds V chunks of layers, its virtual stages. Virtual stage 0
 of every stage comes before virtual stage 1 of any: interleaved 1F1B. A task is a micro-batch in one
 virtual stage. With `mesh.stage_slices` = N a task is one of N slices of a micro-batch's positions,
-each of which attends to the slices before it. Then V is 1. Either way a micro-batch has V N tasks
-on a stage, its parts, and a stage is idle for P - 1 of V N M + P - 1 ticks of each pass.
+each of which attends to the slices before it. Then V is 1. Virtual stages and slices are the
+sections of a micro-batch's way through a stage: V N tasks. The bubble is P - 1 of V N M + P - 1
+ticks of each pass.
 
 The tasks of a stage are numbered in the order in which they run. P micro-batches, a group, pass
-through one virtual stage, then through the next, and after the last one the next group begins. Of
-slices a group is one micro-batch. Backward takes the parts of a micro-batch in the opposite order.
+through one virtual stage, then through the next, and after the last one the next group begins. With
+slices a group is one micro-batch. Backward takes a micro-batch's sections in the opposite order.
 
     forward   of task n on stage s            at tick  s + n
     loss      of a task in the last virtual stage, one tick after the last stage ran it forward
@@ -34,8 +35,8 @@ first stage.
 
 With `first_backward` = V P + N - 1 backward begins as soon as the first loss step that it needs is
 done: 1F1B with an eager warm-up, so that each transfer has a tick of other work to hide behind. A
-stage saves activations of at most 2 P micro-batches for one part. With `first_backward` = M + P all
-forward tasks come first: GPipe, which saves those of all M.
+stage saves activations of at most 2 P micro-batches for one section. With `first_backward` = M + P
+all forward tasks come first: GPipe, which saves those of all M.
 
 Combined 1F1B has the ticks of 1F1B. In a steady tick it alternates a layer forward and a layer
 backward, so that exchanges of one hide behind products of the other. Both end together, so all
@@ -86,7 +87,7 @@ class Schedule(NamedTuple):
 
     Attributes:
       first_backward: the first tick of backward, on the last stage.
-      saved_groups: for each part of a micro-batch, the number of groups that a stage has slots for.
+      saved_groups: for each section, the number of groups that a stage has slots for.
       loss_slots: slots for output gradients that loss steps made.
       combined: whether layers forward and backward alternate in a tick, which the loss step ends.
       virtual_stages: on each stage.
@@ -103,23 +104,23 @@ class Schedule(NamedTuple):
     slices: int = 1
 
     @property
-    def parts(self) -> int:
+    def sections(self) -> int:
         """Tasks of one micro-batch on each stage, in each pass: V N."""
         return self.virtual_stages * self.slices
 
     @property
     def group_size(self) -> int:
-        """Micro-batches that run one part after the other before any runs its next part."""
+        """Micro-batches of a group. All run a section before any of them runs the next."""
         return self.stages if self.slices == 1 else 1
 
     @property
     def tasks(self) -> int:
         """Tasks of each stage in each pass: V N M."""
-        return self.parts * self.micro_batches
+        return self.sections * self.micro_batches
 
     @property
     def slots(self) -> int:
-        """Slots of a stage for saved activations, each of one part of one micro-batch."""
+        """Slots of a stage, each for the saved activations of one task."""
         return sum(self.saved_groups) * self.group_size
 
     @property
@@ -138,18 +139,18 @@ class Schedule(NamedTuple):
         Args:
           n: a number, or an array of them, as everywhere here.
         """
-        return n // (self.group_size * self.parts) * self.group_size + n % self.group_size
+        return n // (self.group_size * self.sections) * self.group_size + n % self.group_size
 
-    def part(self, n: Any, *, backward: bool = False) -> Any:
-        """Returns the part of task n: the number of its virtual stage, or of its slice."""
-        part = n // self.group_size % self.parts
-        return self.parts - 1 - part if backward else part
+    def section(self, n: Any, *, backward: bool = False) -> Any:
+        """Returns the section of task n: the number of its virtual stage, or of its slice."""
+        section = n // self.group_size % self.sections
+        return self.sections - 1 - section if backward else section
 
     def slot(self, k: Any, first_group: Any, groups: Any) -> Any:
-        """Returns the slot for saved activations of one part of micro-batch k.
+        """Returns the slot for saved activations of one section of micro-batch k.
 
         Args:
-          first_group, groups: of the part, from `first_groups` and `saved_groups`.
+          first_group, groups: of the section, from `first_groups` and `saved_groups`.
         """
         group = first_group + k // self.group_size % groups
         return group * self.group_size + k % self.group_size
@@ -160,8 +161,8 @@ class Schedule(NamedTuple):
 
     @property
     def first_groups(self) -> tuple[int, ...]:
-        """For each part, the number of groups whose slots come before its own."""
-        return tuple(sum(self.saved_groups[:part]) for part in range(self.parts))
+        """For each section, the number of groups whose slots come before its own."""
+        return tuple(sum(self.saved_groups[:section]) for section in range(self.sections))
 
     @property
     def cycles(self) -> list[Cycle]:

@@ -1,11 +1,11 @@
-"""A stage's layers, run forward and backward, and what is saved of a task between the two.
+"""A stage's layers, forward and backward, and the activations that it saves between the two.
 
 Per device, inside the shard_map of the training mesh. Backward is written out: forward calls
 `jax.vjp` on each layer, and the residuals of its pullback are saved in a slot until the task's
 backward. Weights are not saved: `vjp` returns the same array objects, matched by `id`. Gradients of
 weights are added to their sums layer by layer, so those of all layers never exist beside the sums.
 
-`mesh.stage_keeps` chooses what is saved:
+`mesh.stage_keeps` chooses the saved activations:
 
 - `residuals`: `SavingStage` saves the residuals that `model.remat` keeps of each layer.
 - `input`: `RecomputingStage` saves its input alone. Backward runs forward again, a third more
@@ -115,8 +115,8 @@ class Layers:
           gradients: from the layer after.
         """
         index = task.first_layer + layer
-        own, inputs = iter(saved), jax.tree.leaves((self.staged.weights.layer(index), past))
-        residuals = [next(own) if n is None else inputs[n] for n in self.weight_index]
+        unused, inputs = iter(saved), jax.tree.leaves((self.staged.weights.layer(index), past))
+        residuals = [next(unused) if n is None else inputs[n] for n in self.weight_index]
         share = task.valid.astype(jnp.float32)  # the gradient of the routers' losses
         of_layer = [entry(x, layer) for x in gradients.past]
         of_slice = [self.staged.slice_of(x, task.slice_index) for x in of_layer]
@@ -275,7 +275,7 @@ def any_task() -> Task:
 
 
 def build_stage(staged: StagedModel) -> RecomputingStage | SavingStage:
-    """Returns this device's stage, which saves what `mesh.stage_keeps` says."""
+    """Returns this device's stage, of the kind that `mesh.stage_keeps` names."""
     stages = {"input": RecomputingStage, "residuals": SavingStage}
     return stages[staged.model.cfg.mesh.stage_keeps](staged)
 

@@ -65,7 +65,7 @@ class TickState(NamedTuple):
         gradient that arrived from the next stage.
       codec_errors: with feedback the errors of earlier encodings: by backward [virtual stages, B,
         t, D], and by loss steps [B, t / P, D]; None without.
-      leading: gradients that return to the weights before the stages; as `inputs` keeps them.
+      leading: gradients of the weights before the stages: the state of `inputs.backward_at`.
       layers: float32 sums of the gradients of this stage's layers, [L, ...].
       past: gradients of keys and values, from later slices: `Gradients.past`.
       head: float32 sums of the output head's gradients.
@@ -279,7 +279,7 @@ class Ticks:
         """
         stages_after, schedule = self.staged.stages - 1 - self.staged.stage_index, self.schedule
         n = t - schedule.first_backward - stages_after
-        task = self.staged.task(n, schedule.part(n, backward=True))
+        task = self.staged.task(n, schedule.section(n, backward=True))
         if phase.boundary:
             slot = schedule.loss_slot(task.micro_batch, task.slice_index)
             loss_BtD = entry(state.loss_gradients, slot)
@@ -347,22 +347,22 @@ def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -
     """
     axis, stages, head = staged.layout.stage, staged.stages, end.head_parts.router
 
-    def join(leading: jax.Array, own: jax.Array, head: jax.Array) -> jax.Array:
+    def join(leading: jax.Array, layers: jax.Array, head: jax.Array) -> jax.Array:
         parts = [wire.all_reduce(leading, axis, tag=None)] if len(leading) else []
-        if len(own):
-            every = wire.all_gather(own, axis, dim=0, tag=None)  # V L ... -> P V L ...
+        if len(layers):
+            every = wire.all_gather(layers, axis, dim=0, tag=None)  # V L ... -> P V L ...
             apart = every.reshape(stages, staged.virtual_stages, -1, *every.shape[1:])
             # Virtual stage 0 of all stages comes first: P V L ... -> V P L ...
             parts.append(apart.swapaxes(0, 1).reshape(every.shape))
         parts += [head] if len(head) else []
         return jnp.concatenate(parts) if parts else leading
 
-    own = end.router_parts
+    layers = end.router_parts
     return LossParts(
         end.head_parts.nll,
-        leading.balance + own.balance + head.balance,
-        leading.entropy + own.entropy + head.entropy,
-        join(leading.load_LE, own.load_LE, head.load_LE),
-        join(leading.uneven_L3, own.uneven_L3, head.uneven_L3),
+        leading.balance + layers.balance + head.balance,
+        leading.entropy + layers.entropy + head.entropy,
+        join(leading.load_LE, layers.load_LE, head.load_LE),
+        join(leading.uneven_L3, layers.uneven_L3, head.uneven_L3),
         end.head_parts.ahead,
     )

@@ -2,7 +2,7 @@
 
 Per device, inside the shard_map of the training mesh. All weights are gathered once a step
 (`comm.weights.stage_weights`). With adapters the adapters alone are trained: they stand beside
-their frozen weights, and backward returns gradients of what is trained and of nothing else.
+their frozen weights, and backward returns gradients of the adapters alone.
 
 Letters: V virtual stages on a stage, L layers of all of them.
 """
@@ -120,5 +120,5 @@ def entries(stacked: Tree, index: jax.Array) -> Tree:
 
 
 def replace_part(outer: Tree, part: Tree) -> Tree:
-    """Returns a tree like `StagedWeights.outer`, some of whose entries are those of `part`."""
+    """Returns a tree like `StagedWeights.outer` with the entries of `part` in place of its own."""
     return {**outer, **part, "embedding": {**outer["embedding"], **part["embedding"]}}
