@@ -135,7 +135,7 @@ def _parts_of_sequence(cfg: Config) -> int:
     """In how many parts queries of a sequence attend; 1: whole sequences alone.
 
     A part is a slice, or of the block of `model.predict_ahead` a stage's share: with tensor ranks
-    that have positions each, one of as many parts (`comm.links.parts_of_share`).
+    that have positions each, one of as many parts (`comm.links.parts_per_share`).
     """
     mesh = cfg.mesh
     if mesh.stage_slices > 1:

@@ -1,8 +1,8 @@
 """Attention of a stage's share of the positions to all of them.
 
-Per device, inside shard_map. Where the loss is computed every pipeline stage has a share of each
-sequence's positions (`comm.links.spread_positions`). A block that follows there attends from a
-share: its queries stay, and keys and values of all positions are gathered over the stages.
+Per device, inside shard_map. In a loss step every pipeline stage has a share of each sequence's
+positions (`comm.links.Link.scatter_positions`). A block that runs there attends from a share: its
+queries stay, and keys and values of all positions are gathered over the stages.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Share:
     def position_T(self) -> Int[Array, " T"]:
         """Its positions in the sequence."""
         position_S = jnp.arange(self.segment_BS.shape[1])
-        return links.own_positions(position_S[None], self.layout)[0]
+        return links.share_of_positions(position_S[None], self.layout)[0]
 
     def attend(
         self,
@@ -50,10 +50,10 @@ class Share:
         """
         P, here = self.layout.size(self.layout.stage), wire.index(self.layout.stage)
         every = (
-            links.join_positions(k_BTGC, self.layout),
-            links.join_positions(v_BTGV, self.layout),
+            links.gather_positions(k_BTGC, self.layout),
+            links.gather_positions(v_BTGV, self.layout),
         )
-        parts = links.parts_of_share(self.layout)
+        parts = links.parts_per_share(self.layout)
         cut = [jnp.split(x, parts, axis=1) for x in (q_BTHC, k_BTGC, v_BTGV)]
         results = [
             sliced_attention(

@@ -188,7 +188,7 @@ def parameter_sizes(dims: Tree, params: Tree) -> dict[str, tuple[str, int]]:
 
 
 def _build_model(cfg: Config, spec: StepSpec) -> Transformer:
-    # Inside a stage modules find their weights gathered: see `comm.weights.enter`.
+    # Inside a stage modules find their weights gathered: see `comm.weights.stage_weights`.
     inside = replace(spec, layout=spec.layout.inside)
     return Transformer(cfg.model, cfg.moe, inside, nnx.Rngs(params=cfg.train.seed))
 

@@ -168,9 +168,9 @@ exchange._register()
 def begin(x, wait_s):
     groups, size = np.array([0, 1]), np.int64(2)
     call, after = "moejax_exchange_start", jnp.uint32(0)
-    begun = exchange._begin(call, x, after, x.shape, groups=groups, size=size, gather=False)
-    late = jax.pure_callback(lambda n: time.sleep(wait_s) or n, begun.number, begun.number)
-    return begun._replace(number=late).end()
+    started = exchange._start(call, x, after, x.shape, groups=groups, size=size, gather=False)
+    late = jax.pure_callback(lambda n: time.sleep(wait_s) or n, started.number, started.number)
+    return started._replace(number=late).end()
 
 # Gone, a message of another size, another message; before the program waits for it, and after.
 for said in (b"", struct.pack("=QQ", 0, 99), struct.pack("=QQ", 7, 16)):
@@ -230,7 +230,7 @@ assert library.moejax_connect(0, 1, own.detach()) is None
 def begin(x):
     ring, size, after = np.array([0, 1, 2]), np.int64(3), jnp.uint32(0)
     options = {"rings": ring, "places": ring, "size": size, "sum": True}
-    return exchange._begin("moejax_exchange_start_ring", x, after, x.shape, **options).end()
+    return exchange._start("moejax_exchange_start_ring", x, after, x.shape, **options).end()
 
 def neighbours():
     # Device 2 has sent one and a half of two numbers, and then sends the rest.

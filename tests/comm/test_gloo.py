@@ -226,7 +226,7 @@ def test_what_experts_read_and_make_between_exchanges_is_held_but_not_what_they_
     assert shapes.count(ROWS) == 5
 
 
-def test_a_stage_computes_between_the_beginning_of_a_transfer_and_what_needs_it():
+def test_a_stage_computes_between_the_start_of_a_transfer_and_its_first_use():
     """One hold makes a product wait for the number of the transfer before it, the other the
     transfer's end for the product; nothing else does, not even an addition of what arrives."""
 
@@ -245,7 +245,7 @@ def test_a_stage_computes_between_the_beginning_of_a_transfer_and_what_needs_it(
     assert first_end == second_end == [(), product_of_rows]
 
 
-def test_a_loop_with_collectives_waits_for_the_beginning_of_a_transfer_and_the_end_for_the_loop():
+def test_a_loop_with_collectives_waits_for_the_start_of_a_transfer_and_the_end_for_the_loop():
     def tick(rows, hidden):
         arrived = lax.ppermute(rows, "d", [(0, 1)])
         return arrived * lax.fori_loop(0, 3, lambda _, x: lax.psum(x, "d"), hidden).sum()
@@ -254,8 +254,8 @@ def test_a_loop_with_collectives_waits_for_the_beginning_of_a_transfer_and_the_e
 
 
 @pytest.mark.slow
-def test_what_waits_for_transfers_is_computed_once_and_in_order():
-    """Results of a chain of additions to what arrives, of which some are needed early."""
+def test_deferred_equations_are_computed_once_and_in_order():
+    """A chain of additions to the result of a transfer, some of which are used early."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     x = np.random.default_rng(0).standard_normal((4, 2**15), np.float32)
 

@@ -17,7 +17,7 @@ from moejax.checkpoint.restore import restore_state
 from moejax.checkpoint.writer import Checkpoints
 from moejax.comm.links import build_link
 from moejax.comm.weights.adapters import Adapter
-from moejax.comm.weights.enter import enter_weights
+from moejax.comm.weights.stage_weights import gather_stage_weights
 from moejax.config.compression import build_compression
 from moejax.config.schema import CompressionConfig, LoraConfig
 from moejax.errors import InputError
@@ -25,7 +25,7 @@ from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
 from moejax.plan.trace.reader import collectives
 from moejax.step.model import check_adapters, layouts_of
-from moejax.step.pipeline.residuals import Layers
+from moejax.step.pipeline.stage import Layers
 from moejax.step.state import Batch
 from tests.cases import CERTAIN, random_batch, small_config, step_for
 
@@ -83,9 +83,11 @@ def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state, balan
     """Returns the loss's parts."""
     batch = random_batch(cfg)
     one = on_one_device(cfg)
-    staged, whole = step_for(cfg), step_for(one)
+    staged, reference = step_for(cfg), step_for(one)
     got, parts = staged.gradients(change(staged.init()), batch)
-    wanted, wanted_parts = whole.gradients(change(whole.init()), as_one_device_sees_it(cfg, batch))
+    wanted, wanted_parts = reference.gradients(
+        change(reference.init()), as_one_device_sees_it(cfg, batch)
+    )
     for (path, g), w in zip(
         jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
     ):
@@ -150,8 +152,8 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(
 
 
 @pytest.mark.slow
-def test_gradients_of_interleaved_stages_that_keep_inputs_after_layers_of_their_own():
-    """The cheapest with two chunks, with inputs kept, and with a chain back to what is before."""
+def test_gradients_of_interleaved_stages_that_save_inputs_after_leading_layers():
+    """The cheapest case with virtual stages, saved inputs, and gradients of leading layers."""
     model = {"moe_every": None, "stage_chunks": 2, "layers_before_stages": 1}
     cfg = config((1, 1, 1, 1), 2, 4, layers=5, model=model, axis={"stage_keeps": "input"})
     assert_same_gradients(cfg, balance=False)
@@ -209,8 +211,8 @@ def test_balance_is_counted_over_slices():
     cfg = config((1, 1, 1, 1), 2, 2, axis={"stage_slices": 2})
     batch, staged = random_batch(cfg), step_for(cfg)
     _, parts = staged.gradients(staged.init(), batch)
-    whole = step_for(on_one_device(cfg))
-    _, wanted = whole.gradients(whole.init(), as_one_device_sees_it(cfg, batch))
+    reference = step_for(on_one_device(cfg))
+    _, wanted = reference.gradients(reference.init(), as_one_device_sees_it(cfg, batch))
     assert float(parts.balance) > 1.05 * float(wanted.balance)
     np.testing.assert_allclose(parts.nll, wanted.nll, rtol=1e-5)
 
@@ -376,9 +378,9 @@ def test_jitter_is_that_of_one_device(model, slices):
     axis = {"stage_slices": slices}
     cfg = config((1, 1, 2, 2), 2, 4, layers=layers, axis=axis, router=router, model=model)
     batch, one = random_batch(cfg), on_one_device(cfg)
-    staged, whole = step_for(cfg), step_for(one)
+    staged, reference = step_for(cfg), step_for(one)
     got, _ = staged.gradients(staged.init(), batch)
-    wanted, _ = whole.gradients(whole.init(), batch)
+    wanted, _ = reference.gradients(reference.init(), batch)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(g, w, atol=2e-5 * np.abs(w).max())
 
@@ -399,11 +401,11 @@ def test_steps_are_those_of_one_device(name, chunks):
         router={"bias_update_rate": 0.01},
     )
     batch = random_batch(cfg)
-    staged, whole = step_for(cfg), step_for(on_one_device(cfg))
-    got, wanted = staged.init(), whole.init()
+    staged, reference = step_for(cfg), step_for(on_one_device(cfg))
+    got, wanted = staged.init(), reference.init()
     for _ in range(3):
         got, metrics = staged.step(got, batch)
-        wanted, wanted_metrics = whole.step(wanted, as_one_device_sees_it(cfg, batch))
+        wanted, wanted_metrics = reference.step(wanted, as_one_device_sees_it(cfg, batch))
         np.testing.assert_allclose(metrics.loss, wanted_metrics.loss, rtol=1e-5)
         np.testing.assert_allclose(metrics.gradient_norm, wanted_metrics.gradient_norm, rtol=1e-4)
     for g, w in zip(jax.tree.leaves(got.params), jax.tree.leaves(wanted.params), strict=True):
@@ -426,22 +428,24 @@ def test_steps_are_those_of_one_device(name, chunks):
     ],
 )
 def test_evaluation_and_sampling_are_those_of_one_device(activations, model, slices):
-    """Which have no noise: jitter is of training alone."""
+    """Without noise: jitter is of training alone."""
     axis, layers = {"stage_slices": slices}, 4 + model.get("layers_before_stages", 0)
     changes = {"activations": activations, "model": model, "axis": axis, "layers": layers}
     cfg = config((1, 1, 2, 2), 2, 4, router={"jitter": 0.3}, **changes)
     batch = random_batch(cfg)
-    staged, whole = step_for(cfg), step_for(on_one_device(cfg))
-    got, wanted = staged.init(), whole.init()
+    staged, reference = step_for(cfg), step_for(on_one_device(cfg))
+    got, wanted = staged.init(), reference.init()
     np.testing.assert_allclose(
-        staged.evaluate(got, batch), whole.evaluate(wanted, batch), rtol=1e-5
+        staged.evaluate(got, batch), reference.evaluate(wanted, batch), rtol=1e-5
     )
     np.testing.assert_allclose(
-        staged.target_nll(got, batch), whole.target_nll(wanted, batch), rtol=1e-4, atol=1e-5
+        staged.target_nll(got, batch), reference.target_nll(wanted, batch), rtol=1e-4, atol=1e-5
     )
     prompt = batch.token_BT[:4]
     logits = staged.next_logits(got, (prompt, jnp.int32(5)))
-    one = np.concatenate([whole.next_logits(wanted, (row[None], jnp.int32(5))) for row in prompt])
+    one = np.concatenate(
+        [reference.next_logits(wanted, (row[None], jnp.int32(5))) for row in prompt]
+    )
     np.testing.assert_allclose(logits, one, rtol=1e-4, atol=1e-4)
 
 
@@ -454,8 +458,8 @@ def test_the_state_of_a_stage_lies_on_it():
         assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {2}
     table = state.params["embedding"]["table"]
     assert {shard.data.shape for shard in table.addressable_shards} == {(64, 32 // 8)}
-    whole = step_for(on_one_device(staged.cfg)).init()
-    for g, w in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole.params), strict=True):
+    reference = step_for(on_one_device(staged.cfg)).init()
+    for g, w in zip(jax.tree.leaves(state.params), jax.tree.leaves(reference.params), strict=True):
         np.testing.assert_array_equal(g, w)
 
 
@@ -514,8 +518,8 @@ def test_codecs_between_stages_change_gradients_by_their_error(codecs, case):
     changes = {"axis": {"stage_slices": 4}} if case == "slices" else dict(CASES[case])
     plain = config((1, 1, 2, 2), 2, 4, **changes)
     batch = random_batch(plain)
-    whole, coded = step_for(plain), step_for(between_nodes(plain, *codecs))
-    wanted, _ = whole.gradients(whole.init(), batch)
+    reference, coded = step_for(plain), step_for(between_nodes(plain, *codecs))
+    wanted, _ = reference.gradients(reference.init(), batch)
     got, _ = coded.gradients(coded.init(), batch)
     errors = [
         np.linalg.norm(np.asarray(g) - np.asarray(w)) / np.linalg.norm(w)
@@ -561,7 +565,7 @@ def test_one_micro_batch_that_is_not_finite_skips_the_update():
 
 
 @pytest.mark.exhaustive
-def test_codecs_reduce_once_a_step_and_keep_what_they_left_out_where_it_belongs():
+def test_codecs_reduce_once_a_step_and_keep_their_errors_by_stage():
     """Four nodes: the weights of a stage cross two of them, all others cross four."""
     cfg = with_mesh(config((1, 2, 1, 1), 2, 8), nodes=4)
     policy = CompressionConfig(
@@ -587,8 +591,8 @@ def test_codecs_reduce_once_a_step_and_keep_what_they_left_out_where_it_belongs(
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1))
-def test_what_an_encoding_left_out_is_added_to_the_next(count, seed):
-    """So all that arrived, and the last error, add up to all that was to be sent."""
+def test_the_error_of_an_encoding_is_added_to_the_next(count, seed):
+    """So the sum of what arrived and the last error is the sum of what was to be sent."""
     cfg = between_nodes(config((1, 1, 1, 1), 2, 2), stage_gradient="int4+feedback")
     codecs = build_compression(cfg.compression).at(0)
     drawn = np.random.default_rng(seed).normal(size=(count, 1, 2, 32))
@@ -632,8 +636,8 @@ def test_feedback_between_stages_makes_gradients_of_a_step_worse(codec):
     """By the mean over leaves that they reach. Dense, so that no choice of experts changes."""
     cfg = config((1, 1, 1, 1), 2, 16, model={"moe_every": None, "tie_embeddings": False})
     batch, norms = random_batch(cfg), {}
-    whole = step_for(cfg)
-    wanted, _ = whole.gradients(whole.init(), batch)
+    reference = step_for(cfg)
+    wanted, _ = reference.gradients(reference.init(), batch)
     for flag in ("", "+feedback"):
         coded = step_for(between_nodes(cfg, stage_gradient=codec + flag))
         got, _ = coded.gradients(coded.init(), batch)
@@ -647,8 +651,8 @@ def test_feedback_between_stages_makes_gradients_of_a_step_worse(codec):
 
 
 @pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=ANY)])
-def test_what_a_stage_keeps_of_a_micro_batch_are_not_its_weights(remat, monkeypatch):
-    """They are recognised as the arrays that went in, which JAX hands on."""
+def test_a_stage_saves_no_weights_among_its_residuals(remat, monkeypatch):
+    """`vjp` returns the weights as the same array objects."""
     seen = []
     forward = Layers.forward
 
@@ -656,16 +660,16 @@ def test_what_a_stage_keeps_of_a_micro_batch_are_not_its_weights(remat, monkeypa
         found = forward(self, *arguments)
         weights = jax.tree.leaves(self.staged.weights.layers)
         matrices = {n for n, stacked in enumerate(weights) if stacked.ndim > 2}
-        seen.append(matrices - set(self.places))
+        seen.append(matrices - set(self.weight_index))
         return found
 
     monkeypatch.setattr(Layers, "forward", noted)
     trace_config(config((1, 1, 2, 1), 2, 4, model={"remat": remat}), "cpu")
     assert seen
-    assert not any(seen), "a matrix would be kept anew for each micro-batch"
+    assert not any(seen), "a matrix would be saved for each micro-batch"
 
 
-def test_what_a_stage_keeps_with_adapters_are_not_the_frozen_weights(monkeypatch):
+def test_a_stage_with_adapters_saves_no_frozen_weights(monkeypatch):
     seen = []
     forward = Layers.forward
 
@@ -675,31 +679,31 @@ def test_what_a_stage_keeps_with_adapters_are_not_the_frozen_weights(monkeypatch
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in weights]
         matrices = {n for n, name in enumerate(names) if ".w_" in name and "adapter" not in name}
         assert len(matrices) == 7  # of attention, router and experts
-        seen.append(matrices - set(self.places))
+        seen.append(matrices - set(self.weight_index))
         return found
 
     monkeypatch.setattr(Layers, "forward", noted)
     cfg = config((1, 1, 2, 1), 2, 4, model={"dtype": "bfloat16", "remat": "dots"})
     trace_config(dataclasses.replace(cfg, lora=LoraConfig(rank=4)), "cpu")
     assert seen
-    assert not any(seen), "a matrix would be kept anew for each micro-batch"
+    assert not any(seen), "a matrix would be saved for each micro-batch"
 
 
-def test_adapters_and_routers_enter_a_step_in_float32():
-    """What micro-batches add up to, and what a router multiplies; others enter in bfloat16."""
+def test_adapters_and_routers_are_gathered_in_float32():
+    """Gradients of adapters are sums over micro-batches; other weights are in bfloat16."""
     cfg = config((1, 2, 1, 1), 2, 4, model={"dtype": "bfloat16", "attention_bias": True})
     train_step = step_for(dataclasses.replace(cfg, lora=LoraConfig(rank=4, targets=("*",))))
     model, abstract = train_step.model, train_step.abstract
 
-    def enter(params, frozen):
+    def gather(params, frozen):
         layouts = layouts_of(frozen, model.cfg, model.spec)
-        adapters = enter_weights(params, model.dims, model.layouts, model.spec)
-        return adapters, enter_weights(frozen, model.frozen_dims, layouts, model.spec)
+        adapters = gather_stage_weights(params, model.dims, model.layouts, model.spec)
+        return adapters, gather_stage_weights(frozen, model.frozen_dims, layouts, model.spec)
 
     both = abstract.params, abstract.frozen
     specs = jax.tree.map(lambda x: x.sharding.spec, both)
     mapped = jax.shard_map(
-        enter, mesh=train_step.mesh, in_specs=specs, out_specs=P(), check_vma=False
+        gather, mesh=train_step.mesh, in_specs=specs, out_specs=P(), check_vma=False
     )
     adapters, frozen = jax.eval_shape(mapped, *both)
     assert {str(x.dtype) for x in jax.tree.leaves(adapters)} == {"float32"}

@@ -41,8 +41,8 @@ CALLS = (
 SUMS = (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32)  # that exchange.cc adds
 
 
-class Begun(NamedTuple):
-    """An exchange that has begun: what it receives, what it sends, its number."""
+class PendingExchange(NamedTuple):
+    """A started exchange: the array that it receives, the one that it sends, and its number."""
 
     y: jax.Array
     x: jax.Array
@@ -84,7 +84,7 @@ class Exchange(NamedTuple):
         """Returns the collective's result and its number.
 
         Args:
-          name: one of `carries`, but a ppermute: that is `begin_transfer`.
+          name: one of `carries`, but a ppermute: that is `start_transfer`.
           after: the number of the exchange before, or any scalar that this one waits for. It
             begins when that one has begun.
           params: of JAX's primitive.
@@ -148,10 +148,10 @@ class Exchange(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         groups = self._grouped(self.device_ids, axes)
         members, size = groups.reshape(-1).astype(np.int64), np.int64(groups.shape[1])
-        begun = _begin(
+        started = _start(
             "moejax_exchange_start", x, after, shape, groups=members, size=size, gather=gather
         )
-        return begun.end(), begun.number
+        return started.end(), started.number
 
     def _in_rings(self, axes: Sequence[str]) -> bool:
         """Whether devices along the axes are of several processes, and several of one."""
@@ -170,7 +170,7 @@ class Exchange(NamedTuple):
         groups = self._grouped(self.device_ids, axes)
         # A process's devices are neighbours, and the ring enters and leaves it once.
         places = np.argsort(self._grouped(self.processes, axes), axis=1, kind="stable")
-        begun = _begin(
+        started = _start(
             "moejax_exchange_start_ring",
             x,
             after,
@@ -180,9 +180,9 @@ class Exchange(NamedTuple):
             size=np.int64(groups.shape[1]),
             sum=sums,
         )
-        return begun.end(), begun.number
+        return started.end(), started.number
 
-    def begin_transfer(
+    def start_transfer(
         self,
         x: jax.Array,
         after: jax.Array,
@@ -190,12 +190,12 @@ class Exchange(NamedTuple):
         axis_name: Any,
         perm: Sequence[tuple[int, int]],
         **_: Any,
-    ) -> Begun:
-        """Begins a ppermute. Arguments as of `run`."""
+    ) -> PendingExchange:
+        """Starts a ppermute. Arguments as of `run`."""
         axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         pairs = self._grouped(self.device_ids, axes)[:, np.array(perm, int).reshape(-1, 2)]
         members = pairs.reshape(-1).astype(np.int64)
-        return _begin("moejax_exchange_start_pairs", x, after, x.shape, pairs=members)
+        return _start("moejax_exchange_start_pairs", x, after, x.shape, pairs=members)
 
     def _grouped(self, numbers: Sequence[int], axes: Sequence[str]) -> np.ndarray:
         """Numbers of the devices, [groups, members]: a group is of those along the axes.
@@ -208,13 +208,13 @@ class Exchange(NamedTuple):
         return found.reshape(-1, lax.axis_size(axes))
 
 
-def _begin(
+def _start(
     call: str, x: jax.Array, after: jax.Array, shape: tuple[int, ...], **attributes: Any
-) -> Begun:
+) -> PendingExchange:
     results = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
     start = jax.ffi.ffi_call(call, results, has_side_effect=True)
     y, number = start(x, after, **attributes)
-    return Begun(y, x, number)
+    return PendingExchange(y, x, number)
 
 
 def hold(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:

@@ -89,7 +89,7 @@ class _Rewriter:
 
     A token is a zero computed from the last collective's result: using it makes the next
     collective wait. That of an exchanged transfer between stages is computed from its number, so
-    that the next waits for its beginning alone. Every method takes the token before it and returns
+    that the next waits for its start alone. Every method takes the token before it and returns
     the token after it.
     """
 
@@ -108,11 +108,11 @@ class _Rewriter:
         for eqn in jaxpr.eqns:
             if transfers.defer(eqn):
                 continue
-            transfers.bring(eqn.invars)
+            transfers.compute(eqn.invars)
             inputs, name = transfers.read(eqn.invars), eqn.primitive.name
             exchange = self._exchange(eqn, inputs)
             if exchange and name == "ppermute":
-                after = transfers.begin(eqn, exchange, inputs[0], after)
+                after = transfers.start(eqn, exchange, inputs[0], after)
                 token = _token(after)
                 continue
             if exchange:
@@ -121,13 +121,13 @@ class _Rewriter:
                     held.sent([inputs[0], result], values.values())
                 results, token = [result], _token(result)
             elif name not in KINDS and not any(map(communicates, inner_jaxprs(eqn))):
-                inputs = transfers.begun_before(eqn, held.in_turn(eqn, inputs))
+                inputs = transfers.after_start(eqn, held.in_turn(eqn, inputs))
                 results = bind(eqn, inputs)
                 held.computed(eqn, inputs, results)
             else:
                 results, token = self._in_order(eqn, inputs, token)
                 after = token
-            transfers.computed(eqn, results)
+            transfers.add_results(eqn, results)
             values |= dict(zip(eqn.outvars, results, strict=True))
         transfers.end_all()
         if held.arrays:

@@ -1,10 +1,9 @@
-"""Several processes on CPU: transfers between pipeline stages, beside which a stage computes.
+"""Several processes on CPU: transfers between pipeline stages, during which a stage computes.
 
 For `comm.cpu.gloo`. XLA orders a program as it pleases, and gives the memory of one array to
-another that comes later in its order: a computation could then wait for a transfer of which it
-needs nothing. So each computation that runs for long waits for the beginning of the transfers
-before it, and a transfer is waited for after all computations that come before the first that needs
-it.
+another that comes later in its order: a computation could then wait for a transfer whose result it
+does not use. So each long computation waits for the start of the transfers before it, and a
+transfer is waited for after all computations that come before the first use of its result.
 """
 
 from collections.abc import Sequence
@@ -12,89 +11,94 @@ from typing import Any, NamedTuple
 
 import jax
 
-from moejax.comm.cpu.exchange import Begun, Exchange, hold
+from moejax.comm.cpu.exchange import Exchange, PendingExchange, hold
 from moejax.comm.cpu.held import runs_long, wait_for
 from moejax.comm.jaxprs import KINDS, communicates, inner_jaxprs
 
 
-class _UnderWay(NamedTuple):
-    begun: Begun
-    computed: int  # how many computations came before it
+class _PendingTransfer(NamedTuple):
+    exchange: PendingExchange
+    computed: int  # number of long computations before its start
 
 
 class Transfers:
-    """The transfers that are under way in a scope, and what waits for them.
+    """The pending transfers of a scope, and the equations that are deferred until they end.
 
     Attributes:
-      values: of the scope's variables. Those that wait for a transfer are not among them.
+      values: of the scope's variables, without results of pending transfers and deferred equations.
+      pending: by the variable of its result, each transfer.
+      deferred: by the variable of a result, each deferred equation.
+      results: one result of each long computation so far.
+      number: of the last transfer, until a computation waits for its start.
     """
 
     def __init__(self, values: dict[Any, Any]):
         self.values = values
-        self.under_way: dict[Any, _UnderWay] = {}
-        self.makers: dict[Any, Any] = {}  # of variables that wait, the equations
-        self.results: list[jax.Array] = []  # one of each computation that runs for long
-        self.number: jax.Array | None = None  # of the last that no computation has waited for yet
+        self.pending: dict[Any, _PendingTransfer] = {}
+        self.deferred: dict[Any, Any] = {}
+        self.results: list[jax.Array] = []
+        self.number: jax.Array | None = None
 
-    def begin(self, eqn: Any, exchange: Exchange, x: jax.Array, after: jax.Array) -> jax.Array:
-        """Begins the transfer of x. Returns its number."""
-        begun = exchange.begin_transfer(x, after, **eqn.params)
-        self.under_way[eqn.outvars[0]] = _UnderWay(begun, len(self.results))
-        self.number = begun.number
-        return begun.number
+    def start(self, eqn: Any, exchange: Exchange, x: jax.Array, after: jax.Array) -> jax.Array:
+        """Starts the transfer of x. Returns its number."""
+        started = exchange.start_transfer(x, after, **eqn.params)
+        self.pending[eqn.outvars[0]] = _PendingTransfer(started, len(self.results))
+        self.number = started.number
+        return started.number
 
     def defer(self, eqn: Any) -> bool:
-        """Whether an equation needs a transfer, and can wait for it without delaying anything."""
-        waiting = any(var in self.makers or var in self.under_way for var in _variables(eqn.invars))
-        if not waiting or eqn.effects or computes_or_communicates(eqn):
+        """Defers an equation that uses a pending result, if it is quick. Returns whether it did."""
+        uses = any(v in self.deferred or v in self.pending for v in _variables(eqn.invars))
+        if not uses or eqn.effects or computes_or_communicates(eqn):
             return False
-        self.makers.update(dict.fromkeys(eqn.outvars, eqn))
+        self.deferred.update(dict.fromkeys(eqn.outvars, eqn))
         return True
 
-    def bring(self, atoms: Sequence[Any]) -> None:
-        """Waits for the transfers that some variables come from, and computes the variables."""
-        wanted, needed, makers = list(_variables(atoms)), set(), {}
+    def compute(self, atoms: Sequence[Any]) -> None:
+        """Computes the values of variables: waits for transfers, and runs deferred equations."""
+        wanted, needed, equations = list(_variables(atoms)), set(), {}
         while wanted:
             var = wanted.pop()
-            if var in self.under_way:
+            if var in self.pending:
                 needed.add(var)
-            elif var in self.makers and id(eqn := self.makers[var]) not in makers:
-                makers[id(eqn)] = eqn
+            elif var in self.deferred and id(eqn := self.deferred[var]) not in equations:
+                equations[id(eqn)] = eqn
                 wanted.extend(_variables(eqn.invars))
-        for var in [var for var in self.under_way if var in needed]:
+        for var in [var for var in self.pending if var in needed]:
             self._end(var)
-        order = {id(eqn): place for place, eqn in enumerate(self.makers.values())}
-        for eqn in sorted(makers.values(), key=lambda eqn: order[id(eqn)]):
+        order = {id(eqn): place for place, eqn in enumerate(self.deferred.values())}
+        for eqn in sorted(equations.values(), key=lambda eqn: order[id(eqn)]):
             self.values |= dict(zip(eqn.outvars, bind(eqn, self.read(eqn.invars)), strict=True))
             for var in eqn.outvars:
-                del self.makers[var]
+                del self.deferred[var]
 
     def end_all(self) -> None:
-        """Waits for all transfers, and computes all that waits."""
-        self.bring([*self.under_way, *self.makers])
+        """Waits for all transfers, and runs all deferred equations."""
+        self.compute([*self.pending, *self.deferred])
 
     def read(self, atoms: Sequence[Any]) -> list[Any]:
-        """Returns the values of variables, which are there, and of literals."""
+        """Returns the values of literals and of variables, which are in `values`."""
         return [atom.val if hasattr(atom, "val") else self.values[atom] for atom in atoms]
 
-    def begun_before(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Returns the inputs of a computation, one of which waits until transfers have begun."""
+    def after_start(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """Returns an equation's inputs; if it is long, one waits for the last transfer's start."""
         if self.number is None or not runs_long(eqn):
             return inputs
         number, self.number = self.number, None
         return wait_for(eqn, inputs, [number])
 
-    def computed(self, eqn: Any, results: Sequence[Any]) -> None:
-        """Takes the results of a computation."""
-        made = [x for x in results if isinstance(x, jax.Array) and x.size]
-        if made and computes_or_communicates(eqn):
-            self.results.append(min(made, key=lambda x: x.nbytes))
+    def add_results(self, eqn: Any, results: Sequence[Any]) -> None:
+        """Adds the smallest result of a long computation to `results`."""
+        arrays = [x for x in results if isinstance(x, jax.Array) and x.size]
+        if arrays and computes_or_communicates(eqn):
+            self.results.append(min(arrays, key=lambda x: x.nbytes))
 
     def _end(self, var: Any) -> None:
-        begun, before = self.under_way.pop(var)
-        if since := self.results[before:]:
-            begun = begun._replace(number=hold(begun.number, since))
-        self.values[var] = begun.end()
+        """Waits for a transfer, after the computations since its start."""
+        exchange, computed = self.pending.pop(var)
+        if since := self.results[computed:]:
+            exchange = exchange._replace(number=hold(exchange.number, since))
+        self.values[var] = exchange.end()
 
 
 def computes_or_communicates(eqn: Any) -> bool:

@@ -39,7 +39,7 @@ class Shard:
         and the total's is zeros.
       gathered: the weight [M, N] in the dtype of compute, gathered before the first micro-batch; or
         gathered across nodes alone, [S, m, N]. `gather.gather_once` makes it. It is the same for
-        all micro-batches and has no gradient. In a pipeline stage `enter.enter_weights` makes it:
+        all micro-batches and has no gradient. With pipeline stages `gather_stage_weights` makes it:
         there its gradient is that of the gathered weight on this device, not reduced.
       adapter: an `Adapter` of arrays or `Shard`s, for a frozen weight. `ModelDef.merge` sets it.
         Its gradients are those of the two factors; the weight then has none.

@@ -12,7 +12,7 @@ from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
-from moejax.step.pipeline.schedule import Schedule, schedule_of
+from moejax.step.pipeline.schedule import Schedule, build_schedule
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 # Bytes of activations that a block keeps for backward, by recomputation; rough.
@@ -136,9 +136,9 @@ class Estimate:
         activations = (block * KEPT[model.remat] + passed) * model.blocks / self.stages
         if self.stages > 1:
             schedule, passed = self.schedule, passed / self.schedule.slices
-            activations /= len(schedule.groups)
-            kept = activations if self.cfg.mesh.stage_keeps == "residuals" else passed
-            held += schedule.kept * kept + self._in_hand() * passed + self._keys()
+            activations /= schedule.sections
+            saved = activations if self.cfg.mesh.stage_keeps == "residuals" else passed
+            held += schedule.slots * saved + self._in_hand() * passed + self._keys()
         return held + activations + 2 * block
 
     def _largest_block(self) -> float:
@@ -171,7 +171,7 @@ class Estimate:
         """The schedule of stages."""
         mesh = self.cfg.mesh
         micro, chunks = self.cfg.train.micro_batches, self.cfg.model.stage_chunks
-        return schedule_of(mesh.schedule, mesh.stage, micro, chunks, mesh.stage_slices)
+        return build_schedule(mesh.schedule, mesh.stage, micro, chunks, mesh.stage_slices)
 
     def _keys(self) -> float:
         """Returns the bytes of keys and values, and of their gradients, that slices leave."""
@@ -182,13 +182,13 @@ class Estimate:
         channels = heads * (model.head_width + model.value_channels)
         each = self.tokens * channels * model.blocks / self.stages
         each /= self.layout.size(self.layout.tensor)
-        return each * (WIDTHS[model.dtype] * schedule.groups[0] + 4)
+        return each * (WIDTHS[model.dtype] * schedule.saved_groups[0] + 4)
 
     def _in_hand(self) -> int:
-        """Returns how many micro-batches' hidden states a stage has in hand, besides the kept."""
+        """Returns how many micro-batches' hidden states a stage holds besides its slots."""
         model, before = self.cfg.model, 2 * self.cfg.train.micro_batches // self.stages
         groups = len(layer_groups(model)) - model.stage_chunks
-        return self.schedule.answers + 7 + before * (groups > 0)
+        return self.schedule.loss_slots + 7 + before * (groups > 0)
 
     def seconds(self) -> float:
         """Returns the time of a step: compute, plus communication that cannot be hidden."""
@@ -209,18 +209,18 @@ class Estimate:
         passed = self.tokens * model.width * WIDTHS[model.dtype] / layout.size(layout.tensor)
         passed /= schedule.slices
         # A stage in the middle sends both ways; interleaved, the first and the last do too.
-        both_ways = self.stages > 2 or schedule.chunks > 1
+        both_ways = self.stages > 2 or schedule.virtual_stages > 1
         sent = self._cost("ppermute", passed, layout.stage) * (1 + both_ways)
-        answered = passed / self.stages  # by each stage but the last, to it and from it
-        sent += self._cost("ppermute", answered, layout.stage) * (self.stages - 1)
+        part = passed / self.stages  # for the loss step: to each stage from the last, and back
+        sent += self._cost("ppermute", part, layout.stage) * (self.stages - 1)
         layers = compute + exchange
         if schedule.combined and self.topology.device.platform != "cpu":
             layers = max(compute, exchange)  # of the other pass
-        layers *= share / len(schedule.groups)
+        layers *= share / schedule.sections
         tick = layers + sent - HIDDEN * min(layers, sent)
         moved = share * weights + self._tables()
         ends = micro * self._ends() / self.stages
-        return (schedule.visits + self.stages - 1) * tick + ends + moved + self._update()
+        return (schedule.tasks + self.stages - 1) * tick + ends + moved + self._update()
 
     def _ends(self) -> float:
         """Returns the compute seconds of embedding and loss in one micro-batch."""

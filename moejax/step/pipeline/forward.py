@@ -2,7 +2,8 @@
 
 Per device, inside the shard_map of the training mesh.
 
-Letters: those of `layout.layout`; P stages, M micro-batches.
+Letters: those of `layout.layout`; P stages, V virtual stages on each, M micro-batches, J = M / P
+local ones, k a micro-batch, t a tick.
 """
 
 from collections.abc import Callable
@@ -17,73 +18,63 @@ from moejax.comm import links, wire
 from moejax.model.layers import logits
 from moejax.step.loss import sum_nll, target_nll
 from moejax.step.model import ModelDef
-from moejax.step.pipeline.inputs import build_feed
-from moejax.step.pipeline.loss import Answers
+from moejax.step.pipeline.loss import OutputHead
 from moejax.step.pipeline.model import StagedModel
-from moejax.step.pipeline.residuals import Layers
-from moejax.step.pipeline.visits import (
-    Moving,
-    first_moving,
-    sent,
-    stage_input,
-    to_answer,
-    visit_forward,
-)
+from moejax.step.pipeline.stage import Layers
+from moejax.step.pipeline.transfers import Activations, ActivationTransfers
 from moejax.step.state import Batch, TrainState
 
 
 def _staged(model: ModelDef, state: TrainState, batch: Batch, micro_batches: int) -> StagedModel:
-    return StagedModel(model, state, batch, state.params, micro_batches, trains=False)
+    return StagedModel(model, state, batch, state.params, micro_batches, training=False)
 
 
-def forward_through_stages(
-    staged: StagedModel, answer: Callable[[jax.Array, jax.Array], Any]
-) -> Any:
-    """Runs all micro-batches forward alone. Returns their answers, stacked in the order of k.
+def forward_through_stages(staged: StagedModel, head: Callable[[jax.Array, jax.Array], Any]) -> Any:
+    """Runs all micro-batches forward. Returns the results of `head`, stacked in the order of k.
 
     Args:
-      answer: of (this stage's share of the positions of what the last stage left, k).
+      head: function of (this stage's share of the last stage's output [B, t / P, D], k).
     """
-    feed, layers, P = build_feed(staged), Layers(staged), staged.stages
-    x_BtD, fed = feed.first()
-    ahead, chunks = staged.link("stage", x_BtD), staged.chunks
-    interleaved = chunks > 1
+    transfers, layers = ActivationTransfers(staged), Layers(staged)
+    P, V = staged.stages, staged.virtual_stages
 
-    def forward(moving: Moving, t: jax.Array, *, enter: bool) -> tuple[Moving, None]:
-        x_BtD, fed = stage_input(staged, feed, moving, t, enter=enter)
-        y_BtD = layers.keep_nothing(x_BtD, visit_forward(staged, t))
-        return sent(ahead, y_BtD, fed, interleaved=interleaved), None
+    def forward(activations: Activations, t: jax.Array, *, boundary: bool) -> Any:
+        x_BtD, inbound = transfers.receive(activations, t, boundary=boundary)
+        y_BtD = layers.run(x_BtD, staged.forward_task(t))
+        return transfers.send(y_BtD, inbound), None
 
-    def both(moving: Moving, t: jax.Array) -> tuple[Moving, Any]:
-        y_BtD = to_answer(ahead, moving, interleaved=interleaved)
+    def forward_and_head(activations: Activations, t: jax.Array) -> tuple[Activations, Any]:
+        y_BtD = transfers.last_output(activations)
         k = staged.schedule.micro_batch(t) - P
-        return forward(moving, t, enter=True)[0], answer(y_BtD, k)
+        return forward(activations, t, boundary=True)[0], head(y_BtD, k)
 
-    def turn(moving: Moving, start: jax.Array) -> tuple[Moving, Any]:
-        # Other chunks, and then what the last one of them left.
-        ticks = start + jnp.arange(P, chunks * P)
-        moving, _ = lax.scan(partial(forward, enter=False), moving, ticks)
-        return lax.scan(both, moving, start + chunks * P + jnp.arange(P))
+    def cycle(activations: Activations, start: jax.Array) -> tuple[Activations, Any]:
+        # The other virtual stages, and then the head of the last one's output.
+        ticks = start + jnp.arange(P, V * P)
+        activations, _ = lax.scan(partial(forward, boundary=False), activations, ticks)
+        return lax.scan(forward_and_head, activations, start + V * P + jnp.arange(P))
 
-    start = first_moving(x_BtD, fed, P, interleaved=interleaved)
-    moving, _ = lax.scan(partial(forward, enter=True), start, jnp.arange(P))
-    if chunks == 1:
-        return lax.scan(both, moving, jnp.arange(P, P + staged.micro_batches))[1]
-    answers = lax.scan(turn, moving, chunks * P * jnp.arange(staged.each))[1]
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), answers)
+    warm_up = partial(forward, boundary=True)
+    activations, _ = lax.scan(warm_up, transfers.initial, jnp.arange(P))
+    if V == 1:
+        ticks = jnp.arange(P, P + staged.micro_batches)
+        return lax.scan(forward_and_head, activations, ticks)[1]
+    starts = V * P * jnp.arange(staged.local_micro_batches)
+    results = lax.scan(cycle, activations, starts)[1]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
 
 def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
     """As `step.forward.sum_over_targets`."""
     staged = _staged(model, state, batch, model.cfg.train.micro_batches)
-    answers = Answers(staged)
+    head = OutputHead(staged)
 
-    def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
-        x_BTD, w_Dv = answers.end(y_BtD)
-        target_BT, chunk_tokens = answers.targets(k, jnp.int32(0)), model.chunk_tokens
+    def nats(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
+        x_BTD, w_Dv = head.final(y_BtD)
+        target_BT, chunk_tokens = head.targets(k, jnp.int32(0)), model.chunk_tokens
         return sum_nll(x_BTD, w_Dv, target_BT, model.layout, chunk_tokens=chunk_tokens)
 
-    total = jnp.sum(forward_through_stages(staged, answer))
+    total = jnp.sum(forward_through_stages(staged, nats))
     return wire.all_reduce(total, model.layout.token_axes)
 
 
@@ -91,17 +82,19 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
     """As `step.forward.nll_of_targets`."""
     staged, layout = _staged(model, state, batch, model.cfg.train.micro_batches), model.layout
     B, T = batch.target_BT.shape
-    answers = Answers(staged)
+    head = OutputHead(staged)
 
-    def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
-        x_BTD, w_Dv = answers.end(y_BtD)
-        target_BT, chunk_tokens = answers.targets(k, jnp.int32(0)), model.chunk_tokens
+    def nats(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
+        x_BTD, w_Dv = head.final(y_BtD)
+        target_BT, chunk_tokens = head.targets(k, jnp.int32(0)), model.chunk_tokens
         return target_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
 
-    nll = forward_through_stages(staged, answer)  # [M, rows, a share of T]
-    nll = links.join_positions(nll.reshape(-1, nll.shape[-1]), layout)
-    # Stages have the micro-batches in turn.
-    nll = nll.reshape(staged.each, staged.stages, -1, T).swapaxes(0, 1).reshape(staged.stages, B, T)
+    nll = forward_through_stages(staged, nats)  # [M, B of a micro-batch, T / P]
+    nll = links.gather_positions(nll.reshape(-1, nll.shape[-1]), layout)
+    # Consecutive micro-batches are of consecutive stages: [J, P, ...] -> [P, J, ...].
+    local, stages = staged.local_micro_batches, staged.stages
+    nll = nll.reshape(local, stages, -1, T).swapaxes(0, 1).reshape(stages, B, T)
+    # P B T -> P (B of all token ranks inside a stage) T
     return wire.all_gather(nll[:, None], layout.inside.token_axes, dim=1).reshape(-1, T)
 
 
@@ -112,15 +105,15 @@ def logits_after(
     layout, none = model.layout, jnp.zeros_like(token_BT)
     batch = Batch(token_BT, none, none)
     staged = _staged(model, state, batch, layout.size(layout.stage))
-    answers = Answers(staged)
-    every = jnp.broadcast_to(jnp.arange(token_BT.shape[1]), token_BT.shape)
-    here_BT = links.own_positions(every, layout) == length - 1
+    head = OutputHead(staged)
+    position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1]), token_BT.shape)
+    is_last_BT = links.share_of_positions(position_BT, layout) == length - 1
 
-    def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
-        x_BTD, w_Dv = answers.end(y_BtD)
-        last_BD = jnp.sum(jnp.where(here_BT[..., None], x_BTD, 0), axis=1)
+    def last_logits(y_BtD: jax.Array, _: jax.Array) -> jax.Array:
+        x_BTD, w_Dv = head.final(y_BtD)
+        last_BD = jnp.sum(jnp.where(is_last_BT[..., None], x_BTD, 0), axis=1)
         return logits(wire.all_reduce(last_BD, layout.stage, tag=None), w_Dv)
 
-    logits_PBv = forward_through_stages(staged, answer)
-    logits_Bv = jax.lax.dynamic_index_in_dim(logits_PBv, staged.stage, keepdims=False)
-    return wire.all_gather(logits_Bv, layout.tensor, dim=1)
+    logits_PBv = forward_through_stages(staged, last_logits)
+    logits_Bv = jax.lax.dynamic_index_in_dim(logits_PBv, staged.stage_index, keepdims=False)
+    return wire.all_gather(logits_Bv, layout.tensor, dim=1)  # B v -> B V

@@ -1,16 +1,15 @@
-"""Inputs of pipeline stages: what is before them, and gradients back to it.
+"""The first stage's inputs, and the gradients that return to the weights before the stages.
 
-Per device, inside the shard_map of the training mesh. Two ways:
+Per device, inside the shard_map of the training mesh. One of two:
 
-- `Lookup`, where nothing but the embedding is before the stages. Tokens are a thousandth of hidden
-  states, so every stage has those of all micro-batches, and the first looks up its input at each
-  tick. All stages do, because they run one program: a read of as many bytes as a slot has.
-- `Chain`, where layers are before the stages. They run on each stage's own micro-batches, before
-  the first tick; what they return moves down to the first stage, one stage a tick, and gradients
-  move up.
+- `EmbeddingInputs`, where the embedding alone leads. Tokens are a thousandth of hidden states, so
+  every stage has those of all micro-batches, and the first stage looks up its input at each tick.
+  All stages do so, because they run one program: a read of as many bytes as a slot has.
+- `LeadingInputs`, where layers lead too. Each stage runs them on its local micro-batches before the
+  first tick. Their results move toward the first stage, one stage a tick, and gradients return.
 
-Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
-stages work on them, j one of a stage's own.
+Letters: those of `layout.layout`; P stages, M micro-batches, J = M / P local ones; k a micro-batch
+in the order in which stages run them, j a local one, t a tick.
 """
 
 from functools import partial
@@ -20,16 +19,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm.links import Link
 from moejax.step.pipeline.model import RouterParts, StagedModel, no_parts
-from moejax.step.pipeline.weights import put_part
+from moejax.step.pipeline.weights import entry, replace_part
 from moejax.step.state import Tree
 
 
-class Lookup:
-    """The embedding, at the first stage.
+class EmbeddingInputs:
+    """The embedding, looked up at the first stage.
 
-    The state of gradients is the float32 sum of the table's; None if it is not trained.
+    Its state of gradients is the float32 sum of the table's; None if it is not trained.
     """
 
     def __init__(self, staged: StagedModel):
@@ -37,170 +35,187 @@ class Lookup:
         self.table = staged.weights.trained_of(staged.weights.outer)["embedding"]["table"]
         self.trained = staged.weights.trains("embedding", "table")
 
-    def first(self) -> tuple[jax.Array, None]:
-        """Returns hidden states of real tokens, and what moves besides: nothing."""
+    def initial(self) -> tuple[jax.Array, None]:
+        """Returns hidden states [B, t, D] of real tokens. Nothing moves toward the first stage."""
         return self.staged.embed(self.table, jnp.int32(0), jnp.int32(0)), None
 
-    def input(self, fed: None, t: jax.Array) -> tuple[jax.Array, None]:
-        """Returns the first stage's input at a tick at which micro-batches enter."""
+    def input_at(self, inbound: None, t: jax.Array) -> tuple[jax.Array, None]:
+        """Returns the first stage's input [B, t, D] at a boundary tick."""
         schedule = self.staged.schedule
-        k, _ = self.staged.numbered(schedule.micro_batch(t))
-        return self.staged.embed(self.table, k, schedule.kind(t)), None
+        k, _ = self.staged.nearest(schedule.micro_batch(t))
+        return self.staged.embed(self.table, k, schedule.section(t)), None
 
-    def first_back(self) -> Tree | None:
+    def initial_gradients(self) -> Tree | None:
         """Returns the state of gradients before the first tick."""
         return sums_like(self.table) if self.trained else None
 
-    def move(
-        self, back: Tree | None, dx_BtD: jax.Array, t: jax.Array, *, leave: bool
+    def backward_at(
+        self, gradients: Tree | None, dx_BtD: jax.Array, t: jax.Array, *, boundary: bool
     ) -> Tree | None:
-        """Moves gradients on by one stage; where nothing moves, adds that of the first's input.
+        """Adds the table's gradient from the first stage's last backward task.
 
         Args:
-          dx_BtD: what backward left one tick before tick t.
-          leave: whether micro-batches leave at tick t, and the first stage's is that of an input.
-        """
-        if not leave or not self.trained:
-            return back
-        staged, schedule = self.staged, self.staged.schedule
-        n = t - schedule.begins - schedule.chunks * staged.stages
-        k, valid = staged.numbered(schedule.micro_batch(n))
-        piece = schedule.kind(n, backward=True)
-        _, pull = jax.vjp(partial(staged.embed, k=k, piece=piece), self.table)
-        (table,) = pull(jnp.where((staged.stage == 0) & valid, dx_BtD, 0))
-        return add(back, table)
-
-    def finish(self, back: Tree, dx_BtD: jax.Array) -> tuple[Tree, RouterParts]:
-        """Takes what the last tick left.
-
+          gradients: the state of gradients.
+          dx_BtD: input gradient of the backward task at the tick before t.
+          boundary: whether tick t is a boundary tick, so that the first stage's dx is that of its
+            first virtual stage.
         Returns:
-          The gradients of what is trained of `outer`, without those of the loss, and the parts'
-          sums.
+          The new state of gradients.
+        """
+        if not boundary or not self.trained:
+            return gradients
+        staged, schedule = self.staged, self.staged.schedule
+        n = t - schedule.first_backward - schedule.virtual_stages * staged.stages
+        k, valid = staged.nearest(schedule.micro_batch(n))
+        slice_index = schedule.section(n, backward=True)
+        _, pullback = jax.vjp(partial(staged.embed, k=k, slice_index=slice_index), self.table)
+        (table,) = pullback(jnp.where((staged.stage_index == 0) & valid, dx_BtD, 0))
+        return add(gradients, table)
+
+    def finish(self, gradients: Tree, dx_BtD: jax.Array) -> tuple[Tree, RouterParts]:
+        """Returns the gradients of the weights before the stages, and their routers' parts.
+
+        Args:
+          gradients: the state of gradients at the last tick.
+          dx_BtD: input gradient of that tick's backward task.
+        Returns:
+          Float32 sums like the trained part of `StagedWeights.outer`, zero for the output head;
+          and the sums of the parts over local micro-batches.
         """
         zeros = sums_like(self.staged.weights.trained_of(self.staged.weights.outer))
         if not self.trained:
             return zeros, no_parts()
-        back = self.move(back, dx_BtD, jnp.int32(self.staged.schedule.end), leave=True)
-        return put_part(zeros, {"embedding": {"table": back}}), no_parts()
+        end = jnp.int32(self.staged.schedule.end)
+        table = self.backward_at(gradients, dx_BtD, end, boundary=True)
+        return replace_part(zeros, {"embedding": {"table": table}}), no_parts()
 
 
-class Returning(NamedTuple):
-    """Gradients on their way back to the layers before the stages.
+class ReturningGradients(NamedTuple):
+    """Gradients on the way from the first stage to the stages whose micro-batches they are of.
 
     Attributes:
-      moving: one on its way up.
-      own: what came back, for each of this stage's own micro-batches.
+      in_transit_BtD: the one that passes this stage.
+      arrived_JBtD: those that arrived, of this stage's local micro-batches.
     """
 
-    moving: jax.Array
-    own_JBtD: jax.Array
+    in_transit_BtD: jax.Array
+    arrived_JBtD: jax.Array
 
 
-class Chain:
-    """Layers before the stages, on each stage's own micro-batches.
+class LeadingInputs:
+    """The leading layers, run on each stage's local micro-batches.
 
-    Each stage in turn has the next micro-batch. Stage s puts it, or its slices, on a chain to the
-    first stage, s ticks before they begin there.
+    Micro-batch k comes from stage k % P. Stage s starts to send it, or its
+    slices, s ticks before the first stage takes it.
 
     Attributes:
-      x_JBtD: hidden states of this stage's own micro-batches, positions by slices.
+      x_JBtD: results of the leading layers, positions ordered by slices.
     """
 
     def __init__(self, staged: StagedModel):
         self.staged = staged
-        each = jnp.arange(staged.each)
-        self.x_JBtD = lax.map(lambda j: staged.run_before(staged.weights.outer, j)[0], each)
-        like = self.first()[0]
-        self.ahead: Link = staged.link("stage", like)
-        self.behind: Link = staged.link("stage_gradient", like)
+        local = jnp.arange(staged.local_micro_batches)
+        self.x_JBtD = lax.map(lambda j: staged.run_leading(staged.weights.outer, j)[0], local)
+        like_BtD = self.initial()[0]
+        self.link = staged.link("stage", like_BtD)
+        self.gradient_link = staged.link("stage_gradient", like_BtD)
 
-    def first(self) -> tuple[jax.Array, jax.Array]:
-        """Returns hidden states of real tokens, and what moves down the chain."""
-        x_BtD = self.staged.piece_of(self.x_JBtD[0], jnp.int32(0))
+    def initial(self) -> tuple[jax.Array, jax.Array]:
+        """Returns hidden states [B, t, D] of real tokens, twice: as input, and as inbound."""
+        x_BtD = self.staged.slice_of(self.x_JBtD[0], jnp.int32(0))
         return x_BtD, x_BtD
 
-    def input(self, fed: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the first stage's input at a tick at which they enter, and moves the chain on."""
-        staged, n = self.staged, t + self.staged.stage
-        k, _ = staged.numbered(staged.schedule.micro_batch(n))
-        owner, j = staged.rank(k)
-        new = staged.piece_of(get(self.x_JBtD, j), staged.schedule.kind(n))
-        fed = jnp.where(owner == staged.stage, new, fed)
-        return fed, self.ahead.to_previous(self.ahead.encode_once(fed))
+    def input_at(self, inbound: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the first stage's input at a boundary tick, and sends the inbound ones on.
 
-    def first_back(self) -> Returning:
+        Wire: hidden states of one task, to the previous stage.
+
+        Args:
+          inbound: hidden states [B, t, D] that arrived at this stage, on the way to the first.
+        Returns:
+          The input, of use on the first stage alone, and the next inbound.
+        """
+        staged, n = self.staged, t + self.staged.stage_index
+        k, _ = staged.nearest(staged.schedule.micro_batch(n))
+        owner, j = staged.owner(k)
+        local_BtD = staged.slice_of(entry(self.x_JBtD, j), staged.schedule.section(n))
+        x_BtD = jnp.where(owner == staged.stage_index, local_BtD, inbound)
+        return x_BtD, self.link.to_previous(self.link.encode_once(x_BtD))
+
+    def initial_gradients(self) -> ReturningGradients:
         """Returns the state of gradients before the first tick."""
-        return Returning(jnp.zeros_like(self.first()[0]), jnp.zeros_like(self.x_JBtD))
+        return ReturningGradients(jnp.zeros_like(self.initial()[0]), jnp.zeros_like(self.x_JBtD))
 
-    def move(self, back: Returning, dx_BtD: jax.Array, t: jax.Array, *, leave: bool) -> Returning:
+    def backward_at(
+        self, gradients: ReturningGradients, dx_BtD: jax.Array, t: jax.Array, *, boundary: bool
+    ) -> ReturningGradients:
         """Sends gradients one stage toward their owner; stores those that arrived.
 
-        What the first stage leaves at a tick reaches stage s s ticks later. Arguments as of
-        `Lookup.move`.
+        The input gradient that the first stage sends at a tick reaches stage s s ticks later.
+        Wire: hidden states of one task, to the next stage. Arguments and result as of
+        `EmbeddingInputs.backward_at`.
         """
-        moving = self.behind.to_next(self.behind.encode_once(back.moving))
-        if leave:
-            moving = jnp.where(self.staged.stage == 0, dx_BtD, moving)
+        link = self.gradient_link
+        passing_BtD = link.to_next(link.encode_once(gradients.in_transit_BtD))
+        if boundary:
+            passing_BtD = jnp.where(self.staged.stage_index == 0, dx_BtD, passing_BtD)
         staged, schedule = self.staged, self.staged.schedule
-        n = t - staged.stage - schedule.begins - schedule.chunks * staged.stages
-        k, here = staged.numbered(schedule.micro_batch(n))
-        owner, j = staged.rank(k)
-        kind = schedule.kind(n, backward=True)
-        first_chunk = n // staged.stages % schedule.chunks == 0
-        here &= (owner == staged.stage) & first_chunk
-        piece = kind if schedule.slices > 1 else 0
-        start = (j, 0, piece * moving.shape[1], 0)
-        old = lax.dynamic_slice(back.own_JBtD, start, (1, *moving.shape))
-        own_JBtD = lax.dynamic_update_slice(
-            back.own_JBtD, jnp.where(here, moving[None], old), start
+        delay = schedule.virtual_stages * staged.stages
+        n = t - staged.stage_index - schedule.first_backward - delay
+        k, here = staged.nearest(schedule.micro_batch(n))
+        owner, j = staged.owner(k)
+        section = schedule.section(n, backward=True)
+        first_virtual_stage = n // staged.stages % schedule.virtual_stages == 0
+        here &= (owner == staged.stage_index) & first_virtual_stage
+        slice_index = section if schedule.slices > 1 else 0
+        start = (j, 0, slice_index * passing_BtD.shape[1], 0)
+        old = lax.dynamic_slice(gradients.arrived_JBtD, start, (1, *passing_BtD.shape))
+        arrived_JBtD = lax.dynamic_update_slice(
+            gradients.arrived_JBtD, jnp.where(here, passing_BtD[None], old), start
         )
-        return Returning(moving, own_JBtD)
+        return ReturningGradients(passing_BtD, arrived_JBtD)
 
-    def finish(self, back: Returning, dx_BtD: jax.Array) -> tuple[Tree, RouterParts]:
-        """Brings back what is under way, and runs backward through the layers before the stages.
+    def finish(self, gradients: ReturningGradients, dx_BtD: jax.Array) -> tuple[Tree, RouterParts]:
+        """Delivers the last gradients, and runs backward through the leading layers.
 
-        Arguments and results as of `Lookup.finish`.
+        Arguments and results as of `EmbeddingInputs.finish`.
         """
         staged, end = self.staged, self.staged.schedule.end
-        back = self.move(back, dx_BtD, jnp.int32(end), leave=True)
+        gradients = self.backward_at(gradients, dx_BtD, jnp.int32(end), boundary=True)
 
-        def bring_back(back: Returning, t: jax.Array) -> tuple[Returning, None]:
-            return self.move(back, dx_BtD, t, leave=False), None
+        def deliver(gradients: ReturningGradients, t: jax.Array) -> tuple[ReturningGradients, None]:
+            return self.backward_at(gradients, dx_BtD, t, boundary=False), None
 
-        back, _ = lax.scan(bring_back, back, jnp.arange(end + 1, end + staged.stages))
+        gradients, _ = lax.scan(deliver, gradients, jnp.arange(end + 1, end + staged.stages))
 
         trained = staged.weights.trained_of(staged.weights.outer)
-        weights = staged.before_of(trained)
+        weights = staged.leading_weights(trained)
 
         def add_one(sums: Any, scanned: Any) -> tuple[Any, None]:
             j, dx_BtD = scanned
-            _, pull, parts = jax.vjp(partial(staged.before, j=j), weights, has_aux=True)
-            (more,) = pull((dx_BtD, jnp.ones(())))
-            return (add(sums[0], more), jax.tree.map(jnp.add, sums[1], parts)), None
+            run = partial(staged.leading_with_loss, j=j)
+            _, pullback, parts = jax.vjp(run, weights, has_aux=True)
+            (gradient,) = pullback((dx_BtD, jnp.ones(())))
+            return (add(sums[0], gradient), jax.tree.map(jnp.add, sums[1], parts)), None
 
-        parts = jax.eval_shape(staged.before, weights, jnp.int32(0))[1]
+        parts = jax.eval_shape(staged.leading_with_loss, weights, jnp.int32(0))[1]
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts)
-        each = jnp.arange(staged.each), back.own_JBtD
-        (sums, parts), _ = lax.scan(add_one, (sums_like(weights), none), each)
-        return put_part(sums_like(trained), sums), parts
+        local = jnp.arange(staged.local_micro_batches), gradients.arrived_JBtD
+        (sums, parts), _ = lax.scan(add_one, (sums_like(weights), none), local)
+        return replace_part(sums_like(trained), sums), parts
 
 
-def build_feed(staged: StagedModel) -> Lookup | Chain:
-    """Returns the way in which a model's stages get their inputs."""
-    return Lookup(staged) if staged.embeds_alone else Chain(staged)
-
-
-def get(slots: jax.Array, slot: jax.Array) -> jax.Array:
-    """Reads a slot."""
-    return lax.dynamic_index_in_dim(slots, slot, keepdims=False)
+def build_inputs(staged: StagedModel) -> EmbeddingInputs | LeadingInputs:
+    """Returns the source of the first stage's inputs."""
+    return EmbeddingInputs(staged) if staged.only_embedding else LeadingInputs(staged)
 
 
 def sums_like(tree: Tree) -> Tree:
-    """Returns zeros to which gradients of weights are added."""
+    """Returns float32 zeros, to which gradients of weights are added."""
     return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)
 
 
 @jax.named_scope("stage_sums")
-def add(sums: Tree, more: Tree) -> Tree:
-    """Adds to float32 sums."""
-    return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, more)
+def add(sums: Tree, gradients: Tree) -> Tree:
+    """Returns float32 sums with gradients added to them."""
+    return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, gradients)

@@ -3,7 +3,8 @@
 Per device, inside the shard_map of the training mesh. The block of `model.predict_ahead` follows
 the last stage's layers, so it runs here too, on the same share of the positions: `model.share`.
 
-Letters: those of `layout.layout`; k a micro-batch in the order in which stages work on them.
+Letters: those of `layout.layout`, with T the positions of this stage's share; S all positions;
+M micro-batches, k a micro-batch in the order in which stages run them.
 """
 
 from dataclasses import replace
@@ -24,11 +25,12 @@ from moejax.step.pipeline.model import RouterParts, StagedModel, no_parts
 from moejax.step.state import Tree
 
 
-class AnswerParts(NamedTuple):
-    """What a micro-batch adds to the loss's parts, as in `LossParts`.
+class HeadParts(NamedTuple):
+    """Contributions of a loss step to `LossParts`; shares of this device, as there.
 
     Attributes:
-      router: of the experts of `model.predict_ahead`.
+      ahead: None without `model.predict_ahead`.
+      router: of the experts in the block of `model.predict_ahead`.
     """
 
     nll: jax.Array
@@ -36,8 +38,8 @@ class AnswerParts(NamedTuple):
     router: RouterParts
 
 
-class Answers:
-    """Losses of micro-batches that have left the last stage.
+class OutputHead:
+    """The model after the last stage: final norm, output projection, and the loss.
 
     Attributes:
       num_targets: of the full batch; None where no loss is wanted.
@@ -47,75 +49,81 @@ class Answers:
         self.staged, self.num_targets = staged, num_targets
 
     @property
-    def head(self) -> Tree:
-        """Returns the trainable weights of the output head."""
+    def trained(self) -> Tree:
+        """Trainable weights of the output head."""
         weights = self.staged.weights
-        return self.head_of(weights.trained_of(weights.outer))
+        return self.part_of(weights.trained_of(weights.outer))
 
-    def head_of(self, outer: Tree) -> Tree:
-        """Returns their part of a tree like what is trained of `StagedWeights.outer`."""
+    def part_of(self, outer: Tree) -> Tree:
+        """Returns the entries of `trained` in a tree like the trained part of the outer weights."""
         tables = {"table" if self.staged.model.cfg.model.tie_embeddings else "project"}
         others = {"norm"}
         if self.num_targets is not None and self.num_targets.ahead is not None:
             tables.add("table")
             others.add("predict_ahead")
-        trains, own = self.staged.weights.trains, outer["embedding"]
-        embedding = {name: own[name] for name in sorted(tables) if trains("embedding", name)}
+        trains, weights = self.staged.weights.trains, outer["embedding"]
+        embedding = {name: weights[name] for name in sorted(tables) if trains("embedding", name)}
         return {n: outer[n] for n in sorted(others) if trains(n)} | {"embedding": embedding}
 
-    def end(self, y_BtD: jax.Array) -> tuple[jax.Array, Weight]:
-        """Returns final hidden states x_BTD of this stage's positions, and the projection w_Dv."""
-        return self.staged.transformer(self.staged.weights.outer).after_stages(y_BtD)
-
-    def targets(self, k: jax.Array, piece: jax.Array) -> jax.Array:
-        """Returns the targets of this stage's share of a slice's positions."""
-        staged = self.staged
-        target_BT = staged.piece_of(staged.row_of(staged.target_MBT, k), piece)
-        return links.own_positions(target_BT, staged.layout)
-
-    def loss(
-        self, head: Tree, y_BtD: jax.Array, k: jax.Array, piece: jax.Array
-    ) -> tuple[jax.Array, AnswerParts]:
-        """Returns this device's share of the loss of what the last stage left, and its parts.
+    def final(self, y_BtD: jax.Array) -> tuple[jax.Array, Weight]:
+        """Returns final hidden states x_BTD of this stage's share, and the projection w_Dv.
 
         Args:
-          head: the weights of `head`.
-          y_BtD: this stage's share of the positions.
+          y_BtD: this stage's share of the last stage's output.
         """
-        staged, targets = self.staged, self.num_targets
-        assert targets is not None
-        model = staged.transformer(staged.weights.outer_with(head))
+        return self.staged.transformer(self.staged.weights.outer).after_stages(y_BtD)
+
+    def targets(self, k: jax.Array, slice_index: jax.Array) -> jax.Array:
+        """Returns the targets [B, T] of this stage's share of a slice of micro-batch k."""
+        staged = self.staged
+        target_BT = staged.slice_of(staged.rows_of(staged.target_MBT, k), slice_index)
+        return links.share_of_positions(target_BT, staged.layout)
+
+    def loss(
+        self, trained: Tree, y_BtD: jax.Array, k: jax.Array, slice_index: jax.Array
+    ) -> tuple[jax.Array, HeadParts]:
+        """Returns this device's share of the loss of a slice of micro-batch k, and its parts.
+
+        Args:
+          trained: values of `trained`.
+          y_BtD: this stage's share of the last stage's output.
+        """
+        staged, num_targets = self.staged, self.num_targets
+        assert num_targets is not None
+        model = staged.transformer(staged.weights.outer_with(trained))
         x_BTD, w_Dv = model.after_stages(y_BtD)
         ahead, router_loss, router = None, jnp.zeros(()), no_parts()
-        if targets.ahead is not None:
-            ahead, stats = self._look_ahead(model, y_BtD, k, targets.ahead)
+        if num_targets.ahead is not None:
+            ahead, stats = self._predict_ahead(model, y_BtD, k, num_targets.ahead)
             router_loss, router = self._router_parts(stats)
         with jax.named_scope("loss"):
             loss, parts = next_token_loss(
                 x_BTD,
                 w_Dv,
-                self.targets(k, piece),
+                self.targets(k, slice_index),
                 None,
                 moe=staged.model.cfg.moe,
-                num_targets=targets.next,
+                num_targets=num_targets.next,
                 micro_batches=staged.micro_batches,
                 layout=staged.layout,
                 chunk_tokens=staged.model.chunk_tokens,
                 ahead=ahead,
             )
-        return loss + router_loss, AnswerParts(parts.nll, parts.ahead, router)
+        return loss + router_loss, HeadParts(parts.nll, parts.ahead, router)
 
-    def _look_ahead(
+    def _predict_ahead(
         self, model: Transformer, y_BtD: jax.Array, k: jax.Array, num_targets: jax.Array
     ) -> tuple[AheadTargets, MoEStats | None]:
-        """Runs the block of `model.predict_ahead`; arguments as of `loss`."""
+        """Runs the block of `model.predict_ahead` on this stage's share of micro-batch k."""
         staged = self.staged
         assert staged.token_MBT is not None
         rows = (staged.token_MBT, staged.segment_MBT, staged.target_MBT)
-        token_BS, segment_BS, target_BS = (staged.row_of(x, k) for x in rows)
+        token_BS, segment_BS, target_BS = (staged.rows_of(x, k) for x in rows)
         next_BS, ahead_BS = next_tokens(token_BS, segment_BS), targets_ahead(target_BS, segment_BS)
-        next_BT, ahead_BT = (links.own_positions(x, staged.layout) for x in (next_BS, ahead_BS))
-        share, noise = Share(staged.layout, segment_BS), staged.noise(*staged.rank(k))
+        next_BT, ahead_BT = (
+            links.share_of_positions(x, staged.layout) for x in (next_BS, ahead_BS)
+        )
+        share, noise = Share(staged.layout, segment_BS), staged.noise(*staged.owner(k))
         x_BTD, stats = model.look_ahead_in_share(y_BtD, next_BT, share, noise)
         coefficient = staged.model.cfg.train.predict_ahead_loss
         return AheadTargets(x_BTD, ahead_BT, num_targets, coefficient), stats

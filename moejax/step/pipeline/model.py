@@ -1,16 +1,20 @@
 """A model whose last layer groups are spread over pipeline stages, as one stage sees it.
 
-Per device, inside the shard_map of the training mesh. Three functions take a micro-batch from
-tokens to its loss: `before`, `in_layer` for each layer of a stage, and `step.pipeline.loss`.
-`step.pipeline.ticks` says at which tick each is called.
+Per device, inside the shard_map of the training mesh. A micro-batch passes through three pieces
+of the model; `step.pipeline.ticks` says when:
 
-Layers before the stages' run on each stage's own micro-batches, M / P of them. The loss of a
-micro-batch is computed by all stages, each for a share of the positions. So none of the two is
-computed more than once. Where the embedding alone is before the stages, its rows are looked up at
-the stage: `step.pipeline.inputs`.
+- The leading layers: the embedding, and the layers before the stages. The data of M / P
+  micro-batches lies on each stage, its local micro-batches, and it runs the leading layers on
+  these: `run_leading`. Where the embedding alone leads, the first stage looks up its rows at each
+  tick: `embed`.
+- The stages' layers: `run_layer`, for each layer of a virtual stage.
+- The output head with the loss: `step.pipeline.loss`. All stages compute it, each for a share of
+  the positions.
+
+So no work is done on more than one stage.
 
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
-stages work on them, j one of a stage's own.
+stages run them, j a local micro-batch.
 """
 
 from functools import partial
@@ -31,36 +35,37 @@ from moejax.step.forward import split_micro_batches
 from moejax.step.full_batch import keys_of
 from moejax.step.loss import router_losses
 from moejax.step.model import ModelDef
-from moejax.step.pipeline.schedule import schedule_of
-from moejax.step.pipeline.weights import StagedWeights, at
+from moejax.step.pipeline.schedule import build_schedule
+from moejax.step.pipeline.weights import StagedWeights, entries, entry
 from moejax.step.state import Batch, TrainState, Tree
 
-Past = list[jax.Array]  # keys and values: `Slice.past`
+Past = list[jax.Array]  # keys and values of earlier slices: `Slice.past`
 
 
-class Visit(NamedTuple):
-    """A micro-batch in one of this stage's chunks, or one of its slices.
+class Task(NamedTuple):
+    """One micro-batch, or one slice of it, in one virtual stage; scalars.
 
     Attributes:
-      chunk: its number.
-      piece: the slice's number.
-      first: number of the chunk's first layer among those of all chunks here.
+      micro_batch: its number k.
+      virtual_stage: number of the virtual stage on this stage.
+      slice_index: number of the slice.
+      first_layer: index of the virtual stage's first layer in `StagedWeights.layers`.
       slot: index of its saved activations.
-      past_slot: where keys and values of its slices are.
-      valid: whether it counts; in a bubble it does not.
+      past_slot: index of its micro-batch's keys and values.
+      valid: False in the bubble, where the task is another one and its results are discarded.
     """
 
-    k: jax.Array
-    chunk: jax.Array
-    piece: jax.Array
-    first: jax.Array
+    micro_batch: jax.Array
+    virtual_stage: jax.Array
+    slice_index: jax.Array
+    first_layer: jax.Array
     slot: jax.Array
     past_slot: jax.Array
     valid: jax.Array
 
 
 class RouterParts(NamedTuple):
-    """What some expert layers add to the loss's parts; shares, as in `LossParts`."""
+    """Contributions of expert layers to `LossParts`; shares of this device, as there."""
 
     balance: jax.Array
     entropy: jax.Array
@@ -72,11 +77,15 @@ class StagedModel:
     """A model's weights and rows on this device.
 
     Attributes:
-      weights: that this device computes with.
-      trains: whether this is a training step: evaluation and sampling have no noise.
-      own: this device's rows, by its own micro-batches.
-      segment_MBT, target_MBT, token_MBT: of all stages' micro-batches, in the order of ranks; the
-        last is None where no stage looks a micro-batch of another up.
+      training: False in evaluation and sampling, which have no noise.
+      stage_index: this device's stage.
+      local_micro_batches: J = M / P, whose data lies on this stage.
+      local_batch: rows of the local micro-batches, arrays [J, B, T].
+      only_embedding: whether no layer is before the stages.
+      segment_MBT, target_MBT, token_MBT: rows of all micro-batches, stage by stage; the last is
+        None where no stage looks up tokens of another's.
+      biases: selection biases of this stage's layers [L, E]; empty without experts.
+      expert_layers: number of expert layers in the model.
     """
 
     def __init__(
@@ -88,28 +97,32 @@ class StagedModel:
         micro_batches: int,
         slices: int = 1,
         *,
-        trains: bool,
+        training: bool,
     ):
-        """Takes what is trained as `params`; see `StagedWeights`."""
+        """Gathers the weights and the rows of all stages.
+
+        Args:
+          params: trained parameters, as `StagedWeights` takes them.
+        """
         self.model, self.state, self.layout = model, state, model.layout
-        self.trains = trains
+        self.training = training
         self.weights = StagedWeights(model, state, params)
         self.stages = self.layout.size(self.layout.stage)
-        self.stage = wire.index(self.layout.stage)
-        self.micro_batches = micro_batches
-        self.each = micro_batches // self.stages
-        self.chunks, self.repeats = self.weights.chunks, self.weights.repeats
-        self.own = split_micro_batches(batch, self.each)
+        self.stage_index = wire.index(self.layout.stage)
+        self.micro_batches, self.local_micro_batches = micro_batches, micro_batches // self.stages
+        self.virtual_stages, self.repeats = self.weights.virtual_stages, self.weights.repeats
+        self.local_batch = split_micro_batches(batch, self.local_micro_batches)
+        # J B T -> M B T
         gather = partial(wire.all_gather, axes=self.layout.stage, dim=0, tag=None)
-        name = model.cfg.mesh.schedule
         self.slices = slices
-        self.schedule = schedule_of(name, self.stages, micro_batches, self.chunks, slices)
-        # Whether nothing but the embedding is before the stages.
-        self.embeds_alone = not self.weights.outer["groups"]
-        looked_up = self.embeds_alone or (trains and model.cfg.model.predict_ahead)
-        self.token_MBT = gather(self.own.token_BT) if looked_up else None
-        self.segment_MBT = gather(self.own.segment_BT)
-        self.target_MBT = gather(self.own.target_BT)
+        self.schedule = build_schedule(
+            model.cfg.mesh.schedule, self.stages, micro_batches, self.virtual_stages, slices
+        )
+        self.only_embedding = not self.weights.outer["groups"]
+        looked_up = self.only_embedding or (training and model.cfg.model.predict_ahead)
+        self.token_MBT = gather(self.local_batch.token_BT) if looked_up else None
+        self.segment_MBT = gather(self.local_batch.segment_BT)
+        self.target_MBT = gather(self.local_batch.target_BT)
         biases = state.router_bias.get("groups", {})
         has_experts = self.weights.groups[-1] in biases
         self.biases = self.weights.stacked(biases) if has_experts else {}
@@ -118,161 +131,203 @@ class StagedModel:
         self.expert_layers = every + here * (self.stages - 1)
 
     def link(self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array) -> links.Link:
-        """Returns the links to other stages for arrays like x."""
+        """Returns the link between stages for arrays like x [B, t, D]."""
         return links.build_link(traffic, self.layout, self.model.spec.codecs, x_BtD)
 
     def transformer(self, outer: Tree) -> Transformer:
-        """Returns the model with these weights outside of the stages."""
+        """Returns the model with these weights outside of the stages' layers."""
         params = self.weights.join(outer, self.weights.layers)
         return self.model.merge(params, self.state.router_bias)
 
-    def rank(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns whose the k-th micro-batch is, and which of its own: each stage's in turn."""
-        return k % self.stages, k // self.stages
+    def task(self, n: jax.Array, section: jax.Array) -> Task:
+        """Returns task n of this stage; in the bubble the nearest micro-batch's, not valid.
 
-    def row_of(self, array_MBT: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns a micro-batch's part of `segment_MBT`, `target_MBT` or `token_MBT`."""
-        owner, j = self.rank(k)
-        return lax.dynamic_index_in_dim(array_MBT, owner * self.each + j, keepdims=False)
+        Args:
+          section: `Schedule.section` of the task.
+        """
+        schedule, zero = self.schedule, jnp.int32(0)
+        k, valid = self.nearest(schedule.micro_batch(n))
+        first_group, groups = (
+            jnp.asarray(x)[section] for x in (schedule.first_groups, schedule.saved_groups)
+        )
+        virtual_stage, slice_index = (zero, section) if schedule.slices > 1 else (section, zero)
+        return Task(
+            micro_batch=k,
+            virtual_stage=virtual_stage,
+            slice_index=slice_index,
+            first_layer=virtual_stage * self.repeats,
+            slot=schedule.slot(k, first_group, groups),
+            past_slot=k % schedule.saved_groups[0],
+            valid=valid,
+        )
 
-    def noise(self, owner: jax.Array, j: jax.Array) -> Noise | None:
-        """Returns the router's noise for a micro-batch: the same on every mesh."""
-        if not self.trains or not self.model.cfg.moe.router.jitter:
-            return None
-        inside = self.layout.inside.token_axes
-        ranks = self.layout.size(inside)
-        rank = owner * ranks + (wire.index(inside) if ranks > 1 else 0)
-        rows = self.own.token_BT.shape[1]
-        return Noise(keys_of(self.model, self.state)[0], (rank * self.each + j) * rows)
+    def forward_task(self, t: jax.Array) -> Task:
+        """Returns the task that this stage runs forward at tick t."""
+        n = t - self.stage_index
+        return self.task(n, self.schedule.section(n))
 
-    def numbered(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def nearest(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the nearest micro-batch to the k-th, and whether it is the k-th."""
         nearest = jnp.clip(k, 0, self.micro_batches - 1)
         return nearest, nearest == k
 
-    def run_before(self, outer: Tree, j: jax.Array) -> tuple[jax.Array, MoEStats | None]:
-        """Takes an own micro-batch through what comes before the stages."""
-        rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), self.own)
-        model, noise = self.transformer(outer), self.noise(self.stage, j)
-        with jax.named_scope("embed"):
-            x_BtD, stats = model.before_stages(rows.token_BT, rows.segment_BT, noise)
-        return links.in_slices(x_BtD, self.slices, self.layout), stats
+    def owner(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the stage that has the data of micro-batch k, and its local number there.
 
-    def piece_of(self, array_BT: jax.Array, piece: jax.Array) -> jax.Array:
-        """Returns the positions of a slice."""
+        Consecutive micro-batches are of consecutive stages.
+        """
+        return k % self.stages, k // self.stages
+
+    def rows_of(self, array_MBT: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns the rows [B, T] of micro-batch k in an array of all micro-batches."""
+        stage, j = self.owner(k)
+        return entry(array_MBT, stage * self.local_micro_batches + j)
+
+    def noise(self, stage: jax.Array, j: jax.Array) -> Noise | None:
+        """Returns the router's noise for a stage's j-th micro-batch: the same on every mesh."""
+        if not self.training or not self.model.cfg.moe.router.jitter:
+            return None
+        inside = self.layout.inside.token_axes
+        ranks = self.layout.size(inside)
+        rank = stage * ranks + (wire.index(inside) if ranks > 1 else 0)
+        rows = self.local_batch.token_BT.shape[1]
+        key = keys_of(self.model, self.state)[0]
+        return Noise(key, (rank * self.local_micro_batches + j) * rows)
+
+    def slice_of(self, array_BT: jax.Array, slice_index: jax.Array) -> jax.Array:
+        """Returns the positions of a slice, [B, T / N, ...] of [B, T, ...]."""
         if self.slices == 1:
             return array_BT
         length = array_BT.shape[1] // self.slices
-        return lax.dynamic_slice_in_dim(array_BT, piece * length, length, axis=1)
+        return lax.dynamic_slice_in_dim(array_BT, slice_index * length, length, axis=1)
 
-    def embed(self, table: Tree, k: jax.Array, piece: jax.Array) -> jax.Array:
-        """Looks up a slice's hidden states, where nothing else is before the stages.
+    def embed(self, table: Tree, k: jax.Array, slice_index: jax.Array) -> jax.Array:
+        """Returns the embedding of a slice of micro-batch k, [B, t, D], where it leads alone.
 
         Args:
-          table: what is trained of it.
+          table: trained part of the table.
         """
         assert self.token_MBT is not None
         outer = self.weights.outer_with({"embedding": {"table": table}})
-        rows = [self.piece_of(self.row_of(x, k), piece) for x in (self.token_MBT, self.segment_MBT)]
+        token_BT, segment_BT = (
+            self.slice_of(self.rows_of(x, k), slice_index)
+            for x in (self.token_MBT, self.segment_MBT)
+        )
         with jax.named_scope("embed"):
-            return self.transformer(outer).before_stages(rows[0], rows[1], None)[0]
+            return self.transformer(outer).before_stages(token_BT, segment_BT, None)[0]
 
-    def before_of(self, outer: Tree) -> Tree:
-        """Returns the part of `outer` that is before the stages."""
-        table = outer["embedding"]["table"]
-        return {"groups": outer["groups"], "embedding": {"table": table}}
+    def leading_weights(self, outer: Tree) -> Tree:
+        """Returns the weights of the leading layers, of a tree like `StagedWeights.outer`."""
+        return {
+            "groups": outer["groups"],
+            "embedding": {"table": outer["embedding"]["table"]},
+        }
 
-    def before(self, part: Tree, j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
-        """Returns ((hidden states, share of the routers' losses), parts) of `run_before`.
+    def run_leading(self, outer: Tree, j: jax.Array) -> tuple[jax.Array, MoEStats | None]:
+        """Runs the leading layers on local micro-batch j.
+
+        Returns:
+          Hidden states [B, t, D], positions ordered by slices, and the experts' statistics.
+        """
+        rows = jax.tree.map(lambda x: entry(x, j), self.local_batch)
+        model, noise = self.transformer(outer), self.noise(self.stage_index, j)
+        with jax.named_scope("embed"):
+            x_BtD, stats = model.before_stages(rows.token_BT, rows.segment_BT, noise)
+        return links.order_by_slices(x_BtD, self.slices, self.layout), stats
+
+    def leading_with_loss(
+        self, trained: Tree, j: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
+        """Returns ((hidden states, routers' share of the loss), parts) of `run_leading`.
 
         Args:
-          part: what is trained of the weights of `before_of`.
+          trained: trained part of `leading_weights`.
         """
-        x_BtD, stats = self.run_before(self.weights.outer_with(part), j)
+        x_BtD, stats = self.run_leading(self.weights.outer_with(trained), j)
         loss, parts = self.router_parts(stats)
         return (x_BtD, loss), parts
 
-    def in_layer(
-        self, weights: Tree, past: Past, x_BtD: jax.Array, visit: Visit, index: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array, Past], RouterParts]:
-        """Returns ((hidden states, routers' share of the loss, keys and values), parts).
-
-        Arguments and the first and last of three as of `run_layer`.
-        """
-        y_BtD, stats, own = self.run_layer(weights, past, x_BtD, visit, index)
-        loss, parts = self.router_parts(stats, self.slices)
-        return (y_BtD, loss, own), parts
-
-    def past_of(self, x_BtD: jax.Array) -> list[jax.ShapeDtypeStruct]:
-        """Returns shapes of a layer's keys and values of whole sequences; nothing without slices.
-
-        Args:
-          x_BtD: a slice's hidden states; only shape and dtype count.
-        """
-        if self.slices == 1:
-            return []
-        length, zero = self.segment_MBT.shape[2] // self.slices, jnp.int32(0)
-
-        def keys(x_BtD: jax.Array) -> Past:
-            merged = self._in_every_chunk(self.weights.outer, self.weights.layer(zero))
-            model = self.model.merge(merged, self._biases(zero))
-            return model.keys(x_BtD, Slice(zero, length, []))
-
-        own = jax.eval_shape(keys, x_BtD)
-        whole = self.segment_MBT.shape[2]
-        return [jax.ShapeDtypeStruct((x.shape[0], whole, *x.shape[2:]), x.dtype) for x in own]
-
     def run_layer(
-        self, weights: Tree, past: Past, x_BtD: jax.Array, visit: Visit, index: jax.Array
+        self, weights: Tree, past: Past, x_BtD: jax.Array, task: Task, index: jax.Array
     ) -> tuple[jax.Array, MoEStats | None, Past]:
-        """Takes a micro-batch, or a slice, through one of this stage's repeats.
-
-        A function that runs it back keeps what `model.remat` says.
+        """Runs one of this stage's layers on a task. Its backward saves what `model.remat` says.
 
         Args:
-          past: keys and values of earlier slices: `Slice.past`. Empty: x is of whole sequences.
+          weights: of the layer.
+          past: keys and values of earlier slices [B, T, ...]; empty where x has full sequences.
+          index: of the layer in `StagedWeights.layers`.
         Returns:
-          Hidden states, statistics of the experts, and the slice's own keys and values.
+          Hidden states [B, t, D], the experts' statistics, and the slice's own keys and values.
         """
-        k = visit.k
-        segment_BT, noise = self.row_of(self.segment_MBT, k), self.noise(*self.rank(k))
+        k = task.micro_batch
+        segment_BT, noise = self.rows_of(self.segment_MBT, k), self.noise(*self.owner(k))
         if noise is not None:
-            chunk, number = index // self.repeats, self.stage * self.repeats + index % self.repeats
-            noise = noise.of(self.weights.groups[0] + chunk).of(number)
+            virtual_stage = index // self.repeats
+            repeat = self.stage_index * self.repeats + index % self.repeats
+            noise = noise.of(self.weights.groups[0] + virtual_stage).of(repeat)
         biases, length = self._biases(index), segment_BT.shape[1] // self.slices
 
         def run(weights: Tree, past: Past, x_BtD: jax.Array) -> Any:
-            merged = self._in_every_chunk(self.weights.outer, weights)
-            model = self.model.merge(merged, biases)
-            part = Slice(visit.piece, length, past) if past else None
-            return model.in_layer(x_BtD, segment_BT, noise, part)
+            model = self.model.merge(self._with_layer(self.weights.outer, weights), biases)
+            of_slice = Slice(task.slice_index, length, past) if past else None
+            return model.in_layer(x_BtD, segment_BT, noise, of_slice)
 
         remat = self.model.cfg.model.remat
         if remat != "none":
             run = jax.checkpoint(run, policy=remat_policy(remat, self.model.spec))
         return run(weights, past, x_BtD)
 
+    def layer_with_loss(
+        self, weights: Tree, past: Past, x_BtD: jax.Array, task: Task, index: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array, Past], RouterParts]:
+        """Returns ((hidden states, routers' share of the loss, keys and values), parts).
+
+        Arguments, hidden states, keys and values as of `run_layer`.
+        """
+        y_BtD, stats, keys_values = self.run_layer(weights, past, x_BtD, task, index)
+        loss, parts = self.router_parts(stats, self.slices)
+        return (y_BtD, loss, keys_values), parts
+
+    def past_shapes(self, x_BtD: jax.Array) -> list[jax.ShapeDtypeStruct]:
+        """Returns shapes of a layer's keys and values of full sequences, [B, T, ...].
+
+        Empty without slices.
+
+        Args:
+          x_BtD: hidden states of a slice; only shape and dtype count.
+        """
+        if self.slices == 1:
+            return []
+        T, zero = self.segment_MBT.shape[2], jnp.int32(0)
+
+        def keys_values(x_BtD: jax.Array) -> Past:
+            merged = self._with_layer(self.weights.outer, self.weights.layer(zero))
+            model = self.model.merge(merged, self._biases(zero))
+            return model.keys(x_BtD, Slice(zero, T // self.slices, []))
+
+        of_slice = jax.eval_shape(keys_values, x_BtD)
+        return [jax.ShapeDtypeStruct((x.shape[0], T, *x.shape[2:]), x.dtype) for x in of_slice]
+
     def _biases(self, index: jax.Array) -> Tree:
-        """Returns the selection biases, of the stages' groups those of one repeat."""
+        """Returns the selection biases, with those of one layer for the stages' groups."""
         if not self.biases:
             return self.state.router_bias
-        own = at(self.biases, index)
-        return self._in_every_chunk(self.state.router_bias, own)
+        return self._with_layer(self.state.router_bias, entries(self.biases, index))
 
-    def _in_every_chunk(self, tree: Tree, own: Tree) -> Tree:
-        """Returns a tree like the model's, with one repeat's arrays for each of the stages' groups.
+    def _with_layer(self, tree: Tree, layer: Tree) -> Tree:
+        """Returns a tree like the model's, with one layer's arrays for each of the stages' groups.
 
-        Chunks are alike, so whichever runs has them.
+        Virtual stages have layers of one kind, so the model runs any of them as its last group.
         """
-        return {**tree, "groups": {**tree["groups"], **dict.fromkeys(self.weights.groups, own)}}
+        return {**tree, "groups": {**tree["groups"], **dict.fromkeys(self.weights.groups, layer)}}
 
     def router_parts(
         self, stats: MoEStats | None, slices: int = 1, layout: Layout | None = None
     ) -> tuple[jax.Array, RouterParts]:
-        """Returns a micro-batch's share of the routers' losses, and what it adds to the parts.
+        """Returns the share of the routers' losses in a micro-batch's loss, and its parts.
 
         Args:
-          slices: number of slices in a micro-batch; `stats` covers one of them.
+          slices: slices in a micro-batch; `stats` covers one of them.
           layout: of the tokens that the experts saw; None: that inside a stage.
         """
         zero = jnp.zeros(())

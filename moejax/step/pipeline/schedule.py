@@ -1,36 +1,52 @@
-"""Schedules of pipeline stages, as data: which tick does what, and where its inputs are kept.
+"""Schedules of pipeline stages, as data: the work of each tick, and slots of saved activations.
 
-All stages do the same at a tick, each with a micro-batch of its own or with none: one program for
-all devices. With `model.stage_chunks` = V each stage has V chunks of the layers, the first of every
-stage before the second of any, and a micro-batch visits each stage V times: interleaved stages.
-The visits of a stage are numbered: P micro-batches pass through one chunk, the same P through the
-next, and after the last chunk the next P begin. Stage s is s ticks behind the first on the way
-forward and ahead of it on the way back, where chunks are visited in the opposite order.
+The unit of work is a task: one micro-batch through the layers that a stage holds, forward or
+backward. At a tick each stage runs one task forward, one backward, or both, and the loss step
+computes the loss of one micro-batch. All stages run one program, so the phases of a schedule are
+the same on each of them, and only the micro-batch differs. 1F1B for P = 2 and M = 4, with F and B
+for the two passes of a micro-batch and L for its loss step:
 
-    forward(s, n)   at tick  s + n
-    answer          of visit n of the last chunk, one tick after the last stage made it
-    backward(s, n)  at tick  begins + (P - 1 - s) + n
+    tick      0    1    2    3    4    5    6
+    stage 0   F0   F1   F2   F3B0 B1   B2   B3
+    stage 1        F0   F1B0 F2B1 F3B2 B3
+    loss                L0   L1   L2   L3
 
-So what the last stage leaves arrives at the first in time for its next chunk. In every V-th P ticks
-micro-batches enter the first stage, answers the last, and gradients leave the first.
+Ticks 0 and 1 are the warm-up (forward alone), 2 to 4 are steady (both), 5 and 6 the cool-down
+(backward alone). Each stage is idle for P - 1 of the M + P - 1 ticks of each pass: the bubble.
 
-With `mesh.stage_slices` = N a visit is one of N slices of a micro-batch's positions, which follow
-one another, on the way back from the last to the first: each slice attends to those before it.
-Then V is 1. Chunks and slices are the kinds of visits that a micro-batch makes.
+With `model.stage_chunks` = V a stage holds V chunks of layers, its virtual stages. Virtual stage 0
+of every stage comes before virtual stage 1 of any: interleaved 1F1B. A task is a micro-batch in one
+virtual stage. With `mesh.stage_slices` = N a task is one of N slices of a micro-batch's positions,
+each of which attends to the slices before it. Then V is 1. Virtual stages and slices are the
+sections of a micro-batch's way through a stage: V N tasks. The bubble is P - 1 of V N M + P - 1
+ticks of each pass.
 
-Backward begins as soon as the first answer that it needs is there, at tick V P + N - 1: 1F1B with
-an eager warm-up, whose transfers have a tick of other work to hide behind; a stage keeps at most
-2 P micro-batches of one kind.
+The tasks of a stage are numbered in the order in which they run. P micro-batches, a group, pass
+through one virtual stage, then through the next, and after the last one the next group begins. With
+slices a group is one micro-batch. Backward takes a micro-batch's sections in the opposite order.
 
-Combined 1F1B has the ticks of 1F1B, and in one that has both a layer forward and a layer backward
-take turns, so that exchanges of one hide behind products of the other. Both end together, and so a
-tick ends with the transfers, and beside them the answer: one tick earlier.
-Source of the idea: DualPipe (DeepSeek-AI 2024), which has two micro-batches of its own for it. That
-of interleaved stages: Narayanan et al. 2021; of slices: TeraPipe (Li et al. 2021).
+    forward   of task n on stage s            at tick  s + n
+    loss      of a task in the last virtual stage, one tick after the last stage ran it forward
+    backward  of task n on stage s            at tick  first_backward + (P - 1 - s) + n
 
-In all a stage is idle for P - 1 of V N M + P - 1 ticks of each pass.
+So the last stage's output arrives at the first stage in time for its next virtual stage. In every
+V-th P ticks the first stage takes new micro-batches, loss steps run, and input gradients leave the
+first stage.
 
-Letters: P stages, V chunks, N slices, M micro-batches, s a stage, k a micro-batch, n a visit.
+Backward begins at tick `first_backward` = V P + N - 1, as soon as the first loss step that it needs
+is done: 1F1B with an eager warm-up, so that each transfer has a tick of other work to hide behind.
+A stage saves activations of at most 2 P micro-batches for one section.
+
+Combined 1F1B has the ticks of 1F1B. In a steady tick it alternates a layer forward and a layer
+backward, so that exchanges of one hide behind products of the other. Both end together, so all
+transfers are at the tick's end, and the loss step runs beside them, one tick earlier.
+
+Sources: 1F1B, Narayanan et al. 2019; interleaved stages, Narayanan et al. 2021; slices, TeraPipe
+(Li et al. 2021); combined 1F1B, DualPipe (DeepSeek-AI 2024), which alternates two micro-batches
+that enter at opposite ends.
+
+Letters: P stages, V virtual stages on each, N slices, M micro-batches; s a stage, k a micro-batch,
+n a task.
 """
 
 from collections.abc import Iterator
@@ -41,20 +57,23 @@ from typing import Any, NamedTuple
 class Phase(NamedTuple):
     """Ticks start <= t < stop, which all do the same.
 
+    Forward alone is warm-up, both passes are steady, backward alone is cool-down.
+
     Attributes:
-      ends: whether micro-batches enter and leave the stages: the first stage begins with new ones
-        and has done with others, and the last begins with answers.
+      forward, loss, backward: whether a tick has forward tasks, a loss step, backward tasks.
+      boundary: whether micro-batches cross the ends of the pipeline: the first stage takes new
+        ones, the last one takes output gradients of the loss, and input gradients leave the first.
     """
 
     start: int
     stop: int
     forward: bool
-    answer: bool
+    loss: bool
     backward: bool
-    ends: bool
+    boundary: bool
 
 
-class Turn(NamedTuple):
+class Cycle(NamedTuple):
     """Phases in order, `times` times, each time `length` ticks later."""
 
     times: int
@@ -66,134 +85,142 @@ class Schedule(NamedTuple):
     """A schedule for some stages and micro-batches.
 
     Attributes:
-      groups: of each kind of visits, how many times `together` micro-batches a stage keeps.
-      combined: whether layers forward and backward take turns in a tick, which the answer ends.
-      chunks: of layers on each stage.
-      slices: of positions.
+      saved_groups: for each section, the number of groups that a stage has slots for.
+      combined: whether layers forward and backward alternate in a tick, which the loss step ends.
+      virtual_stages: on each stage.
+      slices: of a micro-batch's positions.
     """
 
     stages: int
     micro_batches: int
-    groups: tuple[int, ...]
+    saved_groups: tuple[int, ...]
     combined: bool = False
-    chunks: int = 1
+    virtual_stages: int = 1
     slices: int = 1
 
     @property
-    def together(self) -> int:
-        """Micro-batches that make visits of one kind in turn, before those of the next."""
+    def sections(self) -> int:
+        """Tasks of one micro-batch on each stage, in each pass: V N."""
+        return self.virtual_stages * self.slices
+
+    @property
+    def group_size(self) -> int:
+        """Micro-batches of a group. All run a section before any of them runs the next."""
         return self.stages if self.slices == 1 else 1
 
     @property
-    def visits(self) -> int:
-        """Visits of each stage on the way forward, and on the way back."""
-        return len(self.groups) * self.micro_batches
+    def tasks(self) -> int:
+        """Tasks of each stage in each pass: V N M."""
+        return self.sections * self.micro_batches
 
     @property
-    def kept(self) -> int:
-        """Slots for what a stage keeps of micro-batches, each of one kind of visits."""
-        return sum(self.groups) * self.together
+    def slots(self) -> int:
+        """Slots of a stage, each for the saved activations of one task."""
+        return sum(self.saved_groups) * self.group_size
 
     @property
-    def answers(self) -> int:
-        """Slots for gradients of what the last stage left."""
+    def loss_slots(self) -> int:
+        """Slots for output gradients that loss steps made."""
         return 2 * self.slices - 1
 
     @property
-    def begins(self) -> int:
+    def first_backward(self) -> int:
         """The first tick of backward, on the last stage."""
-        return self.chunks * self.stages + self.slices - 1
+        return self.virtual_stages * self.stages + self.slices - 1
 
     @property
-    def answered(self) -> int:
-        """The tick of the first answer."""
-        return self.chunks * self.stages - self.combined
+    def first_loss(self) -> int:
+        """The tick of the first loss step."""
+        return self.virtual_stages * self.stages - self.combined
 
     @property
     def end(self) -> int:
         """The tick after the last."""
-        return self.begins + self.visits + self.stages - 1
+        return self.first_backward + self.tasks + self.stages - 1
 
     def micro_batch(self, n: Any) -> Any:
-        """Returns the micro-batch of a visit, in their order; below 0 or from M on there is none.
+        """Returns the micro-batch of task n; below 0 or from M on the stage is in the bubble.
 
         Args:
           n: a number, or an array of them, as everywhere here.
         """
-        return n // (self.together * len(self.groups)) * self.together + n % self.together
+        return n // (self.group_size * self.sections) * self.group_size + n % self.group_size
 
-    def kind(self, n: Any, *, backward: bool = False) -> Any:
-        """Returns the chunk or slice of a visit."""
-        kind = n // self.together % len(self.groups)
-        return len(self.groups) - 1 - kind if backward else kind
+    def section(self, n: Any, *, backward: bool = False) -> Any:
+        """Returns the section of task n: the number of its virtual stage, or of its slice."""
+        section = n // self.group_size % self.sections
+        return self.sections - 1 - section if backward else section
 
-    def slot(self, k: Any, base: Any, groups: Any) -> Any:
-        """Returns where a micro-batch is kept.
+    def slot(self, k: Any, first_group: Any, groups: Any) -> Any:
+        """Returns the slot for saved activations of one section of micro-batch k.
 
         Args:
-          base, groups: of its kind of visit, from `bases` and `groups`.
+          first_group, groups: of the section, from `first_groups` and `saved_groups`.
         """
-        return (base + k // self.together % groups) * self.together + k % self.together
+        group = first_group + k // self.group_size % groups
+        return group * self.group_size + k % self.group_size
 
-    def answer_slot(self, k: Any, piece: Any) -> Any:
-        """Returns where the answer of a micro-batch's slice is."""
-        return (k * self.slices + piece) % self.answers
-
-    @property
-    def bases(self) -> tuple[int, ...]:
-        """How many times `together` slots are before those of each kind."""
-        return tuple(sum(self.groups[:kind]) for kind in range(len(self.groups)))
+    def loss_slot(self, k: Any, slice_index: Any) -> Any:
+        """Returns the slot for the output gradient of a slice of micro-batch k."""
+        return (k * self.slices + slice_index) % self.loss_slots
 
     @property
-    def turns(self) -> list[Turn]:
-        """The ticks in order. Of interleaved stages the same phases come again and again."""
-        turn = self.chunks * self.stages if self.chunks > 1 else self.end
-        every = [self._phases(range(t, min(t + turn, self.end))) for t in range(0, self.end, turn)]
-        return [Turn(len(list(same)), turn, phases) for phases, same in groupby(every)]
+    def first_groups(self) -> tuple[int, ...]:
+        """For each section, the number of groups whose slots come before its own."""
+        return tuple(sum(self.saved_groups[:section]) for section in range(self.sections))
+
+    @property
+    def cycles(self) -> list[Cycle]:
+        """The ticks in order. With virtual stages the same phases recur every V P ticks."""
+        length = self.virtual_stages * self.stages if self.virtual_stages > 1 else self.end
+        starts = range(0, self.end, length)
+        every = [self._phases(range(t, min(t + length, self.end))) for t in starts]
+        return [Cycle(len(list(same)), length, phases) for phases, same in groupby(every)]
 
     def _phases(self, ticks: range) -> tuple[Phase, ...]:
         """Returns the phases of some ticks, counted from the first of them."""
 
         def runs() -> Iterator[Phase]:
             start = 0
-            for what, same in groupby(ticks, self._what):
+            for work, same in groupby(ticks, self._work):
                 stop = start + len(list(same))
-                yield Phase(start, stop, *what)
+                yield Phase(start, stop, *work)
                 start = stop
 
         return tuple(runs())
 
-    def _what(self, t: int) -> tuple[bool, bool, bool, bool]:
-        """Returns what a tick does, as `Phase` has it."""
-        ends = t // self.stages % self.chunks == 0
+    def _work(self, t: int) -> tuple[bool, bool, bool, bool]:
+        """Returns (forward, loss, backward, boundary) of a tick, as `Phase` has them."""
+        boundary = t // self.stages % self.virtual_stages == 0
         return (
-            t < self.visits + self.stages - 1,
-            ends and 0 <= t - self.answered < self.visits,
-            self.begins <= t,
-            ends,
+            t < self.tasks + self.stages - 1,
+            boundary and 0 <= t - self.first_loss < self.tasks,
+            self.first_backward <= t,
+            boundary,
         )
 
 
-def schedule_of(
-    name: str, stages: int, micro_batches: int, chunks: int = 1, slices: int = 1
+def build_schedule(
+    name: str, stages: int, micro_batches: int, virtual_stages: int = 1, slices: int = 1
 ) -> Schedule:
     """Returns a schedule by the name that `mesh.schedule` has for it.
 
     Args:
       micro_batches: a multiple of the stages.
-      chunks: `model.stage_chunks`; only of 1F1B more than one.
-      slices: `mesh.stage_slices`; only of 1F1B with one chunk more than one.
+      virtual_stages: `model.stage_chunks`; above one for 1F1B alone.
+      slices: `mesh.stage_slices`; above one for 1F1B alone, with one virtual stage.
     """
     if name not in ("1f1b", "combined_1f1b"):
         raise ValueError(f"no schedule {name}")
     if slices > 1:
-        # Slice n of the first stage comes back after so many ticks less one, and N ticks after each
-        # micro-batch comes the next.
-        ticks = (2 * (stages + slices - 1 - piece) for piece in range(slices))
+        # On the first stage backward of slice n follows its forward after so many ticks less one,
+        # and the next micro-batch begins N ticks after each.
+        ticks = (2 * (stages + slices - 1 - slice_index) for slice_index in range(slices))
         groups = tuple(min(-(-t // slices), micro_batches) for t in ticks)
         return Schedule(stages, micro_batches, groups, slices=slices)
-    # Chunk c of the first stage comes back 2 (V - c) P ticks later, and after V P ticks again.
+    # On the first stage backward of virtual stage v follows its forward after 2 (V - v) P ticks,
+    # and the next group begins V P ticks after each.
     most = micro_batches // stages
-    groups = tuple(min(2 if 2 * chunk < chunks else 1, most) for chunk in range(chunks))
+    groups = tuple(min(2 if 2 * v < virtual_stages else 1, most) for v in range(virtual_stages))
     combined = name == "combined_1f1b"
-    return Schedule(stages, micro_batches, groups, combined, chunks)
+    return Schedule(stages, micro_batches, groups, combined, virtual_stages)

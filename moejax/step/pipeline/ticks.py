@@ -1,22 +1,26 @@
 """The gradients of a step whose layers are spread over pipeline stages.
 
-Per device, inside the shard_map of the training mesh. Every device runs one program. At each tick a
-stage runs a chunk of its layers forward on one micro-batch, backward on another, or both, and
-passes on what it has. The last stage's hidden states are answered one tick later by the loss, of
-which each stage computes a share of the positions; and backward runs the same way back
-(`step.pipeline.schedule`). Ticks at which a stage has no micro-batch are the bubble: there it
-computes with real tokens, and what comes of it counts nothing.
+Per device, inside the shard_map of the training mesh. Every device runs one program. At each tick
+(`step.pipeline.schedule`) a stage runs a task forward, a task backward, or both:
 
-Weights enter once and gradients leave once a step (`comm.weights.enter`). What is kept of a
-micro-batch between its two passes: `step.pipeline.residuals`.
+1. Gradients return: the gradient of the previous tick is sent to the previous stage, and that of
+   the first stage toward the leading layers (`step.pipeline.inputs`).
+2. Loss step: each stage computes the loss of the last stage's output of the previous tick, for its
+   share of the positions (`step.pipeline.loss`). The last stage gets the output gradients.
+3. Forward: the stage runs its layers on its input, saves residuals in a slot
+   (`step.pipeline.stage`), and sends its output to the next stage (`step.pipeline.transfers`).
+4. Backward: the stage runs the output gradient that arrived in 1, or on the last stage that of a
+   loss step, back through its layers, with the residuals of the task's slot.
 
-What the first stage starts from, and where its gradients go: `step.pipeline.inputs`. A gradient is
-sent at the start of the tick after the one that made it, so that it travels while that tick
-computes forward; hidden states are sent when they are made, and travel while backward is computed;
-in a combined schedule all is sent at the end of a tick, and travels while the loss is computed.
+So a gradient travels while the next tick computes forward, and activations travel while backward
+is computed. In a combined schedule 3 and 4 come first, layer by layer in alternation; then all is
+sent, and travels during the loss step.
+
+In the bubble a stage computes with real tokens, and the results are discarded. Weights are gathered
+once a step, and their gradients reduced once (`comm.weights.stage_weights`).
 
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
-stages work on them, j one of a stage's own.
+stages run them, t a tick, L this stage's layers, S slots.
 """
 
 from functools import partial
@@ -27,8 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
-from moejax.comm.weights.enter import leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
+from moejax.comm.weights.stage_weights import reduce_stage_gradients
 from moejax.step.full_batch import (
     NumTargets,
     choose_levels,
@@ -38,55 +42,49 @@ from moejax.step.full_batch import (
 )
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
-from moejax.step.pipeline.inputs import add, build_feed, get, sums_like
-from moejax.step.pipeline.loss import AnswerParts, Answers
-from moejax.step.pipeline.model import RouterParts, StagedModel, Visit
-from moejax.step.pipeline.residuals import Back, Residuals, Slots, any_visit, build_keeper
-from moejax.step.pipeline.schedule import Phase, Turn
-from moejax.step.pipeline.visits import (
-    Moving,
-    build_visit,
-    first_moving,
-    sent,
-    stage_input,
-    to_answer,
-    visit_forward,
-)
-from moejax.step.pipeline.weights import put_part
+from moejax.step.pipeline.inputs import add, sums_like
+from moejax.step.pipeline.loss import HeadParts, OutputHead
+from moejax.step.pipeline.model import RouterParts, StagedModel, Task
+from moejax.step.pipeline.schedule import Cycle, Phase
+from moejax.step.pipeline.stage import Gradients, SavingStage, Slots, any_task, build_stage
+from moejax.step.pipeline.transfers import Activations, ActivationTransfers
+from moejax.step.pipeline.weights import entry, replace_part
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 
 
-class Carried(NamedTuple):
-    """What a stage holds between ticks.
+class TickState(NamedTuple):
+    """A stage's arrays between two ticks.
 
     Attributes:
-      moving: hidden states on their way forward.
-      kept: what backward still needs of micro-batches, a slot each.
-      answers: gradients of the last stage's hidden states, a slot each; of no use elsewhere.
-      input_gradient: of the stage's last input.
-      gradient: the same, encoded: it is sent at the next tick. In a combined schedule the one that
-        arrived from the stage after.
-      errors: of what was encoded before, by backward, of each chunk, and by answers; None without
-        feedback.
-      back: gradients on their way back to what is before the stages.
-      layers, head: sums of the weights' gradients, float32.
-      past: gradients of keys and values by later slices: `Back.past`.
-      answered: sums of what answers add to the loss's parts.
-      parts: sums of what the stage's layers add.
+      activations: hidden states on the way forward.
+      slots: saved activations of tasks that wait for backward.
+      loss_gradients: output gradients of the last stage from loss steps [S, B, t, D]; undefined on
+        other stages.
+      input_gradient: of the last backward task [B, t, D].
+      sent_gradient: the same, encoded, which is sent at the next tick. In a combined schedule the
+        gradient that arrived from the next stage.
+      codec_errors: with feedback the errors of earlier encodings: by backward [virtual stages, B,
+        t, D], and by loss steps [B, t / P, D]; None without.
+      leading: gradients of the weights before the stages: the state of `inputs.backward_at`.
+      layers: float32 sums of the gradients of this stage's layers, [L, ...].
+      past: gradients of keys and values, from later slices: `Gradients.past`.
+      head: float32 sums of the output head's gradients.
+      head_parts: sums of the parts of loss steps.
+      router_parts: sums of the parts of this stage's layers, counts [L, ...].
     """
 
-    moving: Moving
-    kept: Slots
-    answers: jax.Array
+    activations: Activations
+    slots: Slots
+    loss_gradients: jax.Array
     input_gradient: jax.Array
-    gradient: jax.Array
-    errors: tuple[jax.Array | None, jax.Array | None]
-    back: Any
+    sent_gradient: jax.Array
+    codec_errors: tuple[jax.Array | None, jax.Array | None]
+    leading: Any
     layers: Tree
     past: list[jax.Array]
     head: Tree
-    answered: AnswerParts
-    parts: RouterParts
+    head_parts: HeadParts
+    router_parts: RouterParts
 
 
 def loss_gradients(
@@ -98,18 +96,18 @@ def loss_gradients(
     """
     params = with_residuals(model, state)
     micro_batches, slices = model.cfg.train.micro_batches, model.cfg.mesh.stage_slices
-    staged = StagedModel(model, state, batch, params, micro_batches, slices, trains=True)
+    staged = StagedModel(model, state, batch, params, micro_batches, slices, training=True)
     ticks = Ticks(staged, count_targets(model, batch))
     end = ticks.run()
-    outer, before = ticks.feed.finish(end.back, end.input_gradient)
-    outer = put_part(outer, jax.tree.map(jnp.add, ticks.answers.head_of(outer), end.head))
-    summed = staged.weights.join(outer, end.layers)
-    gradients = leave_gradients(summed, params, model.dims, model.layouts, model.spec)
+    outer, leading_parts = ticks.inputs.finish(end.leading, end.input_gradient)
+    head = jax.tree.map(jnp.add, ticks.head.part_of(outer), end.head)
+    summed = staged.weights.join(replace_part(outer, head), end.layers)
+    gradients = reduce_stage_gradients(summed, params, model.dims, model.layouts, model.spec)
     gradients, residuals = detach_residuals(gradients, model.dims)
     gradients = reduce_replicated_gradients(model, gradients)
     return (
         gradients,
-        loss_parts(staged, before, end),
+        join_loss_parts(staged, leading_parts, end),
         choose_levels(model, state.reduction, residuals),
     )
 
@@ -118,233 +116,253 @@ class Ticks:
     """The ticks of a step."""
 
     def __init__(self, staged: StagedModel, num_targets: NumTargets):
-        self.staged, self.answers = staged, Answers(staged, num_targets)
-        self.schedule, self.feed = staged.schedule, build_feed(staged)
-        self.keeper, self.interleaved = build_keeper(staged), staged.chunks > 1
-        x_BtD, fed = self.feed.first()
-        self.start = first_moving(x_BtD, fed, staged.stages, interleaved=self.interleaved)
-        self.ahead = staged.link("stage", x_BtD)
-        self.behind = staged.link("stage_gradient", x_BtD)
+        self.staged, self.schedule = staged, staged.schedule
+        self.head, self.transfers = OutputHead(staged, num_targets), ActivationTransfers(staged)
+        self.inputs, self.stage = self.transfers.inputs, build_stage(staged)
+        self.gradient_link = staged.link("stage_gradient", self.transfers.initial.input_BtD)
 
-    def run(self) -> Carried:
-        """Runs all ticks. Returns what the last one left."""
-        carried, first = self.first(), 0
-        for turn in self.schedule.turns:
-            starts = first + turn.length * jnp.arange(turn.times)
-            if turn.times == 1:
-                carried = self.turn(carried, starts[0], turn.phases)
+    def run(self) -> TickState:
+        """Runs all ticks. Returns the state after the last one."""
+        state, first = self.initial_state(), 0
+        for cycle in self.schedule.cycles:
+            starts = first + cycle.length * jnp.arange(cycle.times)
+            if cycle.times == 1:
+                state = self.cycle(state, starts[0], cycle.phases)
             else:
 
-                def again(carried: Carried, start: jax.Array, turn: Turn = turn) -> Any:
-                    return self.turn(carried, start, turn.phases), None
+                def repeat(state: TickState, start: jax.Array, cycle: Cycle = cycle) -> Any:
+                    return self.cycle(state, start, cycle.phases), None
 
-                carried, _ = lax.scan(again, carried, starts)
-            first += turn.length * turn.times
-        return carried
+                state, _ = lax.scan(repeat, state, starts)
+            first += cycle.length * cycle.times
+        return state
 
-    def turn(self, carried: Carried, start: jax.Array, phases: tuple[Phase, ...]) -> Carried:
-        """Does phases one after the other, their ticks counted from `start`."""
+    def cycle(self, state: TickState, start: jax.Array, phases: tuple[Phase, ...]) -> TickState:
+        """Runs phases one after the other, their ticks counted from `start`."""
         for phase in phases:
 
-            def tick(carried: Carried, t: jax.Array, phase: Phase = phase) -> tuple[Carried, None]:
-                return self.tick(carried, t, phase), None
+            def tick(state: TickState, t: jax.Array, phase: Phase = phase) -> Any:
+                return self.tick(state, t, phase), None
 
-            carried, _ = lax.scan(tick, carried, start + jnp.arange(phase.start, phase.stop))
-        return carried
+            state, _ = lax.scan(tick, state, start + jnp.arange(phase.start, phase.stop))
+        return state
 
-    def tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
-        """Does what a phase does at tick t."""
+    def tick(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
+        """Runs tick t of a phase."""
         if phase.backward:
-            left = carried.input_gradient
-            back = self.feed.move(carried.back, left, t, leave=phase.ends)
-            carried = carried._replace(back=back)
+            leading = self.inputs.backward_at(
+                state.leading, state.input_gradient, t, boundary=phase.boundary
+            )
+            state = state._replace(leading=leading)
         if self.schedule.combined:
-            return self.combined_tick(carried, t, phase)
-        arrived = self.to_previous(carried.gradient) if phase.backward else None
-        if phase.answer:
-            carried = self.answer_tick(carried, t)
+            return self.combined_tick(state, t, phase)
+        dy_BtD = self.to_previous(state.sent_gradient) if phase.backward else None
+        if phase.loss:
+            state = self.loss_step(state, t)
         if phase.forward:
-            carried = self.forward_tick(carried, t, phase)
-        if arrived is not None:
-            carried = self.backward_tick(carried, arrived, t, phase)
-        return carried
+            state = self.forward_step(state, t, phase)
+        if dy_BtD is not None:
+            state = self.backward_step(state, dy_BtD, t, phase)
+        return state
 
-    def combined_tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
-        """Does forward and backward, a layer of each in turn, and then the answer."""
+    def combined_tick(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
+        """Runs tick t of a combined schedule: the passes in alternation, then the loss step."""
         if phase.forward and phase.backward:
-            carried = self.both_tick(carried, t, phase)
+            state = self.combined_step(state, t, phase)
         elif phase.forward:
-            carried = self.forward_tick(carried, t, phase)
+            state = self.forward_step(state, t, phase)
         elif phase.backward:
-            carried = self.backward_tick(carried, carried.gradient, t, phase)
+            state = self.backward_step(state, state.sent_gradient, t, phase)
         if phase.backward:
-            carried = carried._replace(gradient=self.to_previous(carried.gradient))
-        return self.answer_tick(carried, t) if phase.answer else carried
+            state = state._replace(sent_gradient=self.to_previous(state.sent_gradient))
+        return self.loss_step(state, t) if phase.loss else state
 
-    def first(self) -> Carried:
-        """Returns what a stage holds before the first tick."""
-        staged, x_BtD = self.staged, self.start.arrived
-        parts = jax.eval_shape(lambda x: self.keeper.layers.keep_all(x, any_visit())[2], x_BtD)
-        every = parts._replace(
-            load_LE=_of_chunks(parts.load_LE, staged.chunks),
-            uneven_L3=_of_chunks(parts.uneven_L3, staged.chunks),
+    def initial_state(self) -> TickState:
+        """Returns the state before the first tick."""
+        staged, activations = self.staged, self.transfers.initial
+        x_BtD, count = activations.input_BtD, staged.virtual_stages
+        parts = jax.eval_shape(lambda x: self.stage.layers.run_saving(x, any_task())[2], x_BtD)
+        parts = parts._replace(
+            load_LE=_of_virtual_stages(parts.load_LE, count),
+            uneven_L3=_of_virtual_stages(parts.uneven_L3, count),
         )
-        share_BtD, none_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
-        combined = self.schedule.combined
-        each_BtD = jnp.broadcast_to(x_BtD, (staged.chunks, *x_BtD.shape))
-        past = [(staged.repeats, *x.shape) for x in staged.past_of(x_BtD)]
-        return Carried(
-            moving=self.start,
-            kept=self.keeper.empty(self.schedule, x_BtD),
-            answers=jnp.zeros((self.schedule.answers, *x_BtD.shape), x_BtD.dtype),
-            input_gradient=none_BtD,
-            gradient=none_BtD if combined else self.behind.encode_once(none_BtD),
-            errors=(self.behind.first_error(each_BtD), self.behind.first_error(share_BtD)),
-            back=self.feed.first_back(),
+        share_BtD, zero_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
+        combined, link = self.schedule.combined, self.gradient_link
+        stacked_VBtD = jnp.broadcast_to(x_BtD, (count, *x_BtD.shape))
+        past = [(staged.repeats, *x.shape) for x in staged.past_shapes(x_BtD)]
+        return TickState(
+            activations=activations,
+            slots=self.stage.empty_slots(self.schedule, x_BtD),
+            loss_gradients=jnp.zeros((self.schedule.loss_slots, *x_BtD.shape), x_BtD.dtype),
+            input_gradient=zero_BtD,
+            sent_gradient=zero_BtD if combined else link.encode_once(zero_BtD),
+            codec_errors=(link.first_error(stacked_VBtD), link.first_error(share_BtD)),
+            leading=self.inputs.initial_gradients(),
             layers=sums_like(staged.weights.trained_layers),
             past=[jnp.zeros(shape, jnp.float32) for shape in past],
-            head=sums_like(self.answers.head),
-            answered=_zeros_of(self._shapes_of_answer(share_BtD)),
-            parts=_zeros_of(every),
+            head=sums_like(self.head.trained),
+            head_parts=_zeros_of(self._shapes_of_head_parts(share_BtD)),
+            router_parts=_zeros_of(parts),
         )
 
-    def _shapes_of_answer(self, share_BtD: jax.Array) -> AnswerParts:
-        k = jnp.int32(0)
-        answer = partial(self.answers.loss, k=k, piece=k)
-        return jax.eval_shape(answer, self.answers.head, share_BtD)[1]
+    def _shapes_of_head_parts(self, share_BtD: jax.Array) -> HeadParts:
+        zero = jnp.int32(0)
+        loss = partial(self.head.loss, k=zero, slice_index=zero)
+        return jax.eval_shape(loss, self.head.trained, share_BtD)[1]
 
-    def forward_tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
-        """Runs a chunk of this stage's layers on a micro-batch."""
-        x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t, enter=phase.ends)
-        visit = visit_forward(self.staged, t)
-        kept, y_BtD, parts = self.keeper.forward(carried.kept, x_BtD, visit)
-        moving = sent(self.ahead, y_BtD, fed, interleaved=self.interleaved)
-        return self.counted(carried._replace(kept=kept, moving=moving), parts, visit)
+    def forward_step(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
+        """Runs a task forward. Returns the state with its residuals, and its output sent."""
+        x_BtD, inbound = self.transfers.receive(state.activations, t, boundary=phase.boundary)
+        task = self.staged.forward_task(t)
+        slots, y_BtD, parts = self.stage.forward(state.slots, x_BtD, task)
+        activations = self.transfers.send(y_BtD, inbound)
+        return _add_parts(state._replace(slots=slots, activations=activations), parts, task)
 
-    def backward_tick(
-        self, carried: Carried, arrived: jax.Array, t: jax.Array, phase: Phase
-    ) -> Carried:
-        """Runs a micro-batch's gradients back through a chunk of this stage's layers.
+    def backward_step(
+        self, state: TickState, dy_BtD: jax.Array, t: jax.Array, phase: Phase
+    ) -> TickState:
+        """Runs a task backward. Returns the state with its gradients.
 
         Args:
-          arrived: gradient from the stage after.
+          dy_BtD: output gradient from the next stage.
         """
-        visit, back = self.way_back(carried, arrived, t, phase)
-        back, parts = self.keeper.backward(carried.kept, visit, back)
-        return self.counted(self.backed(carried, back, visit), parts, visit)
+        task, gradients = self.backward_task(state, dy_BtD, t, phase)
+        gradients, parts = self.stage.backward(state.slots, task, gradients)
+        return _add_parts(self.with_gradients(state, gradients, task), parts, task)
 
-    def both_tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
-        """Runs layers forward on one micro-batch and backward on another, in turns."""
-        assert isinstance(self.keeper, Residuals)  # see `config.checks`
-        x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t, enter=phase.ends)
-        ahead = visit_forward(self.staged, t)
-        behind, back = self.way_back(carried, carried.gradient, t, phase)
-        kept, y_BtD, parts, back = self.keeper.both(carried.kept, x_BtD, ahead, behind, back)
-        moving = sent(self.ahead, y_BtD, fed, interleaved=self.interleaved)
-        carried = self.backed(carried._replace(kept=kept, moving=moving), back, behind)
-        return self.counted(carried, parts, ahead)
+    def combined_step(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
+        """Runs a task forward and another backward, their layers in alternation."""
+        assert isinstance(self.stage, SavingStage)  # see `config.checks`
+        x_BtD, inbound = self.transfers.receive(state.activations, t, boundary=phase.boundary)
+        forward = self.staged.forward_task(t)
+        backward, gradients = self.backward_task(state, state.sent_gradient, t, phase)
+        slots, y_BtD, parts, gradients = self.stage.forward_and_backward(
+            state.slots, x_BtD, forward, backward, gradients
+        )
+        activations = self.transfers.send(y_BtD, inbound)
+        state = state._replace(slots=slots, activations=activations)
+        return _add_parts(self.with_gradients(state, gradients, backward), parts, forward)
+
+    def loss_step(self, state: TickState, t: jax.Array) -> TickState:
+        """Computes the loss of the last stage's output, each stage for its share of positions.
+
+        Returns the state with the head's gradients and, on the last stage, the output gradient.
+        Wire: a share of the encoded output gradient from each stage, to the last.
+        """
+        schedule, n = self.schedule, t - self.schedule.first_loss
+        k, slice_index = schedule.micro_batch(n), n % schedule.slices
+        y_BtD = self.transfers.last_output(state.activations)
+        loss = jax.value_and_grad(self.head.loss, argnums=(0, 1), has_aux=True)
+        (_, parts), (head, dy_BtD) = loss(self.head.trained, y_BtD, k, slice_index)
+        of_backward, error = state.codec_errors
+        encoded, error = self.gradient_link.encode(dy_BtD, error, jnp.bool_(True))
+        dy_BtD = self.gradient_link.gather_to_last(encoded)  # B t/P D -> B t D
+        slot = schedule.loss_slot(k, slice_index)
+        return state._replace(
+            loss_gradients=lax.dynamic_update_index_in_dim(state.loss_gradients, dy_BtD, slot, 0),
+            codec_errors=(of_backward, error),
+            head=add(state.head, head),
+            head_parts=jax.tree.map(jnp.add, state.head_parts, parts),
+        )
 
     def to_previous(self, encoded: jax.Array) -> jax.Array:
-        """Sends a gradient to where its chunk's input is from."""
-        return self.behind.to_previous(encoded, around=self.interleaved)
+        """Sends a gradient to the previous stage. Wire: all of the encoded array."""
+        return self.gradient_link.to_previous(encoded, around=self.transfers.interleaved)
 
-    def way_back(
-        self, carried: Carried, arrived: jax.Array, t: jax.Array, phase: Phase
-    ) -> tuple[Visit, Back]:
-        """Returns which micro-batch goes back at tick t, and what its way back starts from."""
-        behind, schedule = self.staged.stages - 1 - self.staged.stage, self.schedule
-        n = t - schedule.begins - behind
-        visit = build_visit(self.staged, n, schedule.kind(n, backward=True))
-        dy_BtD = arrived
-        if phase.ends:
-            answer = get(carried.answers, schedule.answer_slot(visit.k, visit.piece))
-            dy_BtD = jnp.where(behind == 0, answer, arrived)
-        # The last slice comes first, and no later one has told of its keys.
-        first = visit.piece == schedule.slices - 1
-        past = [jnp.where(first, 0, x) for x in carried.past]
-        return visit, Back(jnp.where(visit.valid, dy_BtD, 0), carried.layers, past)
+    def backward_task(
+        self, state: TickState, dy_BtD: jax.Array, t: jax.Array, phase: Phase
+    ) -> tuple[Task, Gradients]:
+        """Returns the task that runs backward at tick t, and the gradients that it starts from.
 
-    def backed(self, carried: Carried, back: Back, visit: Visit) -> Carried:
-        """Returns what is held when a micro-batch has gone back."""
-        errors, answers = carried.errors
-        error = None if errors is None else get(errors, visit.chunk)
-        gradient, error = self.behind.encode(back.dy_BtD, error, visit.valid)
+        Args:
+          dy_BtD: output gradient from the next stage; the last stage has that of a loss step.
+        """
+        stages_after, schedule = self.staged.stages - 1 - self.staged.stage_index, self.schedule
+        n = t - schedule.first_backward - stages_after
+        task = self.staged.task(n, schedule.section(n, backward=True))
+        if phase.boundary:
+            slot = schedule.loss_slot(task.micro_batch, task.slice_index)
+            loss_BtD = entry(state.loss_gradients, slot)
+            dy_BtD = jnp.where(stages_after == 0, loss_BtD, dy_BtD)
+        # Backward begins with the last slice, whose keys no later slice has attended to.
+        is_last = task.slice_index == schedule.slices - 1
+        past = [jnp.where(is_last, 0, x) for x in state.past]
+        return task, Gradients(jnp.where(task.valid, dy_BtD, 0), state.layers, past)
+
+    def with_gradients(self, state: TickState, gradients: Gradients, task: Task) -> TickState:
+        """Returns the state with the gradients of a task that has run backward."""
+        errors, of_loss = state.codec_errors
+        error = None if errors is None else entry(errors, task.virtual_stage)
+        encoded, error = self.gradient_link.encode(gradients.dy_BtD, error, task.valid)
         if errors is not None:
-            errors = lax.dynamic_update_index_in_dim(errors, error, visit.chunk, 0)
-        return carried._replace(
-            input_gradient=back.dy_BtD,
-            gradient=gradient,
-            errors=(errors, answers),
-            layers=back.sums,
-            past=back.past,
+            errors = lax.dynamic_update_index_in_dim(errors, error, task.virtual_stage, 0)
+        return state._replace(
+            input_gradient=gradients.dy_BtD,
+            sent_gradient=encoded,
+            codec_errors=(errors, of_loss),
+            layers=gradients.weights,
+            past=gradients.past,
         )
 
-    def counted(self, carried: Carried, parts: RouterParts | None, visit: Visit) -> Carried:
-        """Adds the parts of a micro-batch's loss, where there are any and they count."""
-        if parts is None:
-            return carried
-        old = carried.parts
 
-        def of_chunk(sums: jax.Array, own: jax.Array) -> jax.Array:
-            first = visit.chunk * len(own)
-            more = lax.dynamic_slice_in_dim(sums, first, len(own)) + jnp.where(visit.valid, own, 0)
-            return lax.dynamic_update_slice_in_dim(sums, more, first, 0)
+def _add_parts(state: TickState, parts: RouterParts | None, task: Task) -> TickState:
+    """Returns the state with a task's parts added, if there are any and the task is valid."""
+    if parts is None:
+        return state
+    sums = state.router_parts
 
-        sums = RouterParts(
-            old.balance + jnp.where(visit.valid, parts.balance, 0),
-            old.entropy + jnp.where(visit.valid, parts.entropy, 0),
-            of_chunk(old.load_LE, parts.load_LE),
-            of_chunk(old.uneven_L3, parts.uneven_L3),
+    def add_counts(sums: jax.Array, counts: jax.Array) -> jax.Array:
+        first = task.virtual_stage * len(counts)
+        old = lax.dynamic_slice_in_dim(sums, first, len(counts))
+        return lax.dynamic_update_slice_in_dim(
+            sums, old + jnp.where(task.valid, counts, 0), first, 0
         )
-        return carried._replace(parts=sums)
 
-    def answer_tick(self, carried: Carried, t: jax.Array) -> Carried:
-        """Computes the loss of what the last stage left, each stage that of some positions."""
-        schedule, n = self.schedule, t - self.schedule.answered
-        k, piece = schedule.micro_batch(n), n % schedule.slices
-        y_BtD = to_answer(self.ahead, carried.moving, interleaved=self.interleaved)
-        answer = jax.value_and_grad(self.answers.loss, argnums=(0, 1), has_aux=True)
-        (_, parts), (head, dy_BtD) = answer(self.answers.head, y_BtD, k, piece)
-        encoded, error = self.behind.encode(dy_BtD, carried.errors[1], jnp.bool_(True))
-        dy_BtD = self.behind.collect_positions(encoded)
-        slot = schedule.answer_slot(k, piece)
-        return carried._replace(
-            answers=lax.dynamic_update_index_in_dim(carried.answers, dy_BtD, slot, 0),
-            errors=(carried.errors[0], error),
-            head=add(carried.head, head),
-            answered=jax.tree.map(jnp.add, carried.answered, parts),
-        )
+    sums = RouterParts(
+        sums.balance + jnp.where(task.valid, parts.balance, 0),
+        sums.entropy + jnp.where(task.valid, parts.entropy, 0),
+        add_counts(sums.load_LE, parts.load_LE),
+        add_counts(sums.uneven_L3, parts.uneven_L3),
+    )
+    return state._replace(router_parts=sums)
 
 
 def _zeros_of(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _of_chunks(own: Any, chunks: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array that has the layers of all chunks."""
-    return jax.ShapeDtypeStruct((chunks * own.shape[0], *own.shape[1:]), own.dtype)
+def _of_virtual_stages(counts: Any, virtual_stages: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of counts [L, ...] of the layers of all virtual stages."""
+    return jax.ShapeDtypeStruct((virtual_stages * counts.shape[0], *counts.shape[1:]), counts.dtype)
 
 
-def loss_parts(staged: StagedModel, before: RouterParts, end: Carried) -> LossParts:
-    """Returns the parts of the loss, those of expert layers in layer order."""
-    stage, stages, chunks = staged.layout.stage, staged.stages, staged.chunks
+def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -> LossParts:
+    """Returns the parts of the loss, with counts of all expert layers in layer order.
 
-    def joined(own: jax.Array, staged: jax.Array, ahead: jax.Array) -> jax.Array:
-        parts = [wire.all_reduce(own, stage, tag=None)] if len(own) else []
-        if len(staged):
-            every = wire.all_gather(staged, stage, dim=0, tag=None)
-            # A chunk's layers are those of all stages.
-            by_chunk = every.reshape(stages, chunks, -1, *every.shape[1:]).swapaxes(0, 1)
-            parts.append(by_chunk.reshape(every.shape))
-        parts += [ahead] if len(ahead) else []
-        return jnp.concatenate(parts) if parts else own
+    Wire: counts of the leading layers, summed over stages; counts of the stages' layers, gathered.
 
-    ahead = end.answered.router
+    Args:
+      leading: parts of the leading layers, of this stage's local micro-batches.
+      end: the state after the last tick.
+    """
+    axis, stages, head = staged.layout.stage, staged.stages, end.head_parts.router
+
+    def join(leading: jax.Array, layers: jax.Array, head: jax.Array) -> jax.Array:
+        parts = [wire.all_reduce(leading, axis, tag=None)] if len(leading) else []
+        if len(layers):
+            every = wire.all_gather(layers, axis, dim=0, tag=None)  # V L ... -> P V L ...
+            apart = every.reshape(stages, staged.virtual_stages, -1, *every.shape[1:])
+            # Virtual stage 0 of all stages comes first: P V L ... -> V P L ...
+            parts.append(apart.swapaxes(0, 1).reshape(every.shape))
+        parts += [head] if len(head) else []
+        return jnp.concatenate(parts) if parts else leading
+
+    layers = end.router_parts
     return LossParts(
-        end.answered.nll,
-        before.balance + end.parts.balance + ahead.balance,
-        before.entropy + end.parts.entropy + ahead.entropy,
-        joined(before.load_LE, end.parts.load_LE, ahead.load_LE),
-        joined(before.uneven_L3, end.parts.uneven_L3, ahead.uneven_L3),
-        end.answered.ahead,
+        end.head_parts.nll,
+        leading.balance + layers.balance + head.balance,
+        leading.entropy + layers.entropy + head.entropy,
+        join(leading.load_LE, layers.load_LE, head.load_LE),
+        join(leading.uneven_L3, layers.uneven_L3, head.uneven_L3),
+        end.head_parts.ahead,
     )

@@ -1,8 +1,10 @@
-"""A stage's view of the weights of a model whose last layer groups are spread over stages.
+"""Weights of a model whose last layer groups are spread over stages, as one stage holds them.
 
-Per device, inside the shard_map of the training mesh. All weights enter once a step
-(`comm.weights.enter`). Adapters are trained alone, where there are any: they stand beside their
-weights, and backward gives gradients of what is trained and of nothing else.
+Per device, inside the shard_map of the training mesh. All weights are gathered once a step
+(`comm.weights.stage_weights`). With adapters the adapters alone are trained: they stand beside
+their frozen weights, and backward returns gradients of the adapters alone.
+
+Letters: V virtual stages on a stage, L layers of all of them.
 """
 
 from functools import partial
@@ -11,100 +13,112 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm.weights.enter import enter_weights
 from moejax.comm.weights.shard import attach, detach
+from moejax.comm.weights.stage_weights import gather_stage_weights
 from moejax.step.model import ModelDef, layouts_of
 from moejax.step.state import TrainState, Tree
 
 
 class StagedWeights:
-    """The weights that this device computes with.
+    """The gathered weights that this device computes with.
 
     Attributes:
-      chunks: number of chunks of layers on a stage, each a layer group.
+      virtual_stages: on each stage. Each has a layer group of its own, spread over the stages.
       groups: names of these groups.
-      trained: what is trained of all weights: the weights, or adapters.
-      outer: weights of everything but the stages' layers, with their adapters.
-      layers: weights of this stage's layers, those of its chunks one after the other.
-      adapters: of these layers; None if all weights are trained.
+      trained: the trained part of all weights: the weights themselves, or adapters.
+      outer: weights outside of the stages' layers, with their adapters.
+      layers: weights of this stage's layers [L, ...], virtual stage by virtual stage.
+      adapters: of these layers [L, ...]; None if all weights are trained.
     """
 
     def __init__(self, model: ModelDef, state: TrainState, params: Tree):
-        """Takes what is trained as `params`, which may have the states of codecs beside it."""
-        self.chunks = model.cfg.model.stage_chunks
-        self.trained = every = enter_weights(params, model.dims, model.layouts, model.spec)
+        """Gathers the weights.
+
+        Args:
+          params: trained parameters, arrays or `Shard`s with states of codecs.
+        """
+        self.virtual_stages = model.cfg.model.stage_chunks
+        weights = gather_stage_weights(params, model.dims, model.layouts, model.spec)
+        self.trained = weights
         if state.frozen is not None:
             layouts = layouts_of(state.frozen, model.cfg, model.spec)
-            every = enter_weights(state.frozen, model.frozen_dims, layouts, model.spec)
-        self.groups = sorted(every["groups"])[-self.chunks :]
-        self.outer, self.layers = self.outer_of(every), self.stacked(every["groups"])
+            weights = gather_stage_weights(state.frozen, model.frozen_dims, layouts, model.spec)
+        self.groups = sorted(weights["groups"])[-self.virtual_stages :]
+        self.outer, self.layers = self.outer_of(weights), self.stacked(weights["groups"])
         self.adapters = None
         if state.frozen is not None:
             self.adapters = self.stacked(self.trained["groups"])
             self.outer = attach(self.outer, adapters=self.outer_of(self.trained))
 
     def stacked(self, groups: Tree) -> Tree:
-        """Returns arrays of the stages' groups, those of the chunks one after the other."""
-        own = [groups[group] for group in self.groups]
-        return own[0] if len(own) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *own)
+        """Returns arrays [L, ...] of the stages' groups, virtual stage by virtual stage."""
+        arrays = [groups[group] for group in self.groups]
+        if len(arrays) == 1:
+            return arrays[0]
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *arrays)
 
     def outer_of(self, tree: Tree) -> Tree:
         """Returns the part of a tree like the parameters that is outside of the stages' layers."""
-        others = {g: own for g, own in tree["groups"].items() if g not in self.groups}
+        others = {g: group for g, group in tree["groups"].items() if g not in self.groups}
         return {**tree, "groups": others}
 
     def join(self, outer: Tree, layers: Tree) -> Tree:
-        """Returns a tree like the parameters."""
-        count = self.chunks
+        """Returns a tree like the parameters, of trees like `outer` and `layers`."""
+        count = self.virtual_stages
 
-        def part(chunk: int) -> Tree:
-            return jax.tree.map(lambda x: x if count == 1 else jnp.split(x, count)[chunk], layers)
+        def part(v: int) -> Tree:
+            return jax.tree.map(lambda x: x if count == 1 else jnp.split(x, count)[v], layers)
 
-        own = {group: part(chunk) for chunk, group in enumerate(self.groups)}
-        return {**outer, "groups": {**outer["groups"], **own}}
+        groups = {group: part(v) for v, group in enumerate(self.groups)}
+        return {**outer, "groups": {**outer["groups"], **groups}}
 
     @property
     def repeats(self) -> int:
-        """Repeats of a chunk on this stage: what runs, and is kept, one after the other."""
-        return len(jax.tree.leaves(self.layers)[0]) // self.chunks
+        """Layers of a virtual stage on this stage, L / V. A layer is a repeat of a layer group."""
+        return len(jax.tree.leaves(self.layers)[0]) // self.virtual_stages
 
     @property
     def trained_layers(self) -> Tree:
-        """The layers' weights if they are trained, else their adapters."""
+        """The layers' weights if they are trained, else their adapters; [L, ...]."""
         return self.layers if self.adapters is None else self.adapters
 
     def layer(self, index: jax.Array) -> Tree:
-        """Returns the weights of one of this stage's repeats, of all its chunks."""
-        weights = at(self.layers, index)
+        """Returns the weights of one of this stage's L layers, with its adapters."""
+        weights = entries(self.layers, index)
         if self.adapters is None:
             return weights
-        return attach(weights, adapters=at(self.adapters, index))
+        return attach(weights, adapters=entries(self.adapters, index))
 
     def trained_of(self, weights: Tree) -> Tree:
-        """Returns the part of weights that is trained: all, or their adapters."""
+        """Returns the trained part of weights: all, or their adapters."""
         return weights if self.adapters is None else detach(weights).adapter
 
-    def put_trained(self, weights: Tree, trained: Tree) -> Tree:
-        """Returns weights with other values of what is trained of them."""
+    def replace_trained(self, weights: Tree, trained: Tree) -> Tree:
+        """Returns weights whose trained part is replaced."""
         return trained if self.adapters is None else attach(weights, adapters=trained)
 
     def outer_with(self, part: Tree) -> Tree:
-        """Returns `outer` with other values of a part of what is trained of it."""
-        return self.put_trained(self.outer, put_part(self.trained_of(self.outer), part))
+        """Returns `outer`, with some of its trained weights replaced by `part`."""
+        return self.replace_trained(self.outer, replace_part(self.trained_of(self.outer), part))
 
     def trains(self, *names: str) -> bool:
-        """Whether anything is trained of a part of `outer`."""
+        """Whether any weight is trained below this path of `outer`."""
         part = self.trained
         for name in names:
             part = part[name]
         return bool(jax.tree.leaves(part))
 
 
-def at(stacked: Tree, index: jax.Array) -> Tree:
-    """Returns one entry of stacked arrays."""
+def entry(stacked: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns one entry of an array along its first dimension, [...] of [n, ...]."""
+    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+def entries(stacked: Tree, index: jax.Array) -> Tree:
+    """Returns one entry of each array of a tree."""
     return jax.tree.map(partial(lax.dynamic_index_in_dim, index=index, keepdims=False), stacked)
 
 
-def put_part(outer: Tree, part: Tree) -> Tree:
-    """Returns a tree like `StagedWeights.outer`, or its gradients, with a part of it replaced."""
+def replace_part(outer: Tree, part: Tree) -> Tree:
+    """Returns a tree like `StagedWeights.outer` with the entries of `part` in place of its own."""
     return {**outer, **part, "embedding": {**outer["embedding"], **part["embedding"]}}

@@ -1,0 +1,82 @@
+"""Weights of pipeline stages: gathered once a step, and their gradients reduced once.
+
+Per device, inside shard_map. `gather_stage_weights` runs before the first tick and
+`reduce_stage_gradients` after the last, on gradients that are summed over all micro-batches. Ticks
+hold no traffic of weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from moejax.comm.weights.gather import gather_shard, reduce_gradient
+from moejax.comm.weights.path import compressible
+from moejax.comm.weights.shard import Shard, as_shard
+from moejax.layout.layout import RANK, Layout
+from moejax.layout.spec import StepSpec
+
+
+def gather_stage_weights(params: Any, dims: Any, layouts: Any, spec: StepSpec) -> Any:
+    """Returns each weight unsharded, as layers compute with it: a `Shard` with `gathered` alone.
+
+    Replicated weights are returned as they are.
+
+    Args:
+      params: this device's shards, arrays or `Shard`s; [m, N], with layers stacked [L, m, N].
+      dims: the dimension letters of each parameter.
+      layouts: the layout of each parameter.
+    """
+
+    def gather(letters: str, layout: Layout, param: Any) -> Any:
+        if layout.is_replicated(letters):
+            return param
+        # Router matrices and biases compute in float32; gradients of factors are summed in it.
+        half = compressible(letters) and RANK not in letters
+        dtype = spec.dtype if half else "float32"
+        layout_spec, shard = replace(spec, layout=layout), as_shard(param)
+        by_layer = _by_layer(
+            lambda one: gather_shard(one, letters, layout_spec, dtype), shard, letters
+        )
+        return Shard(None, gathered=by_layer(shard))  # L m N -> L M N
+
+    with jax.named_scope("weights"):
+        return jax.tree.map(gather, dims, layouts, params)
+
+
+def reduce_stage_gradients(
+    gradients: Any, params: Any, dims: Any, layouts: Any, spec: StepSpec
+) -> Any:
+    """The transpose of `gather_stage_weights`: returns the shards' gradients, over their devices.
+
+    Gradients of replicated weights are not reduced here.
+
+    Args:
+      gradients: float32, like the result of `gather_stage_weights`.
+      params, dims, layouts: as given to `gather_stage_weights`.
+    """
+
+    def reduce(letters: str, layout: Layout, param: Any, gradient: Any) -> Any:
+        if layout.is_replicated(letters):
+            return gradient
+        layout_spec, shard = replace(spec, layout=layout), as_shard(param)
+
+        def reduce_layer(pair: tuple[Shard, jax.Array]) -> Shard:
+            return reduce_gradient(pair[1], pair[0], letters, layout_spec)
+
+        by_layer = _by_layer(reduce_layer, shard, letters)
+        return by_layer((shard, gradient.gathered))  # L M N -> L m N
+
+    return jax.tree.map(reduce, dims, layouts, params, gradients)
+
+
+def _by_layer(one: Callable, shard: Shard, letters: str) -> Callable:
+    """Maps a function of one layer over the layers that are stacked in a shard."""
+    for _ in range(shard.weight.ndim - len(letters)):
+        one = _mapped(one)
+    return one
+
+
+def _mapped(one: Callable) -> Callable:
+    return lambda stacked: jax.lax.map(one, stacked)
