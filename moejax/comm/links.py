@@ -3,7 +3,7 @@
 Per device, inside shard_map. Sends are chains without a way around: XLA's decomposer of cyclic
 permutes lets zeros arrive where a permute has more than one cycle (openxla/xla#45222).
 
-Letters: those of `layout.layout`; P stages.
+Letters as in `layout.layout`; P stages.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Link:
     Attributes:
       traffic: class of traffic.
       codec: None: nothing is compressed.
-      feedback: whether the error of an encoding is added to what is encoded next. That is of
-        another micro-batch, so it makes gradients of weights worse: decision 0027.
+      feedback: whether the error of an encoding is added to the next input. That input is of
+        another micro-batch, so this makes gradients of weights worse: decision 0027.
       like: shapes and dtypes of the codec's payload of an array [B, t, D].
     """
 
@@ -51,7 +51,7 @@ class Link:
         return self.layout.size(self.layout.stage)
 
     def first_error(self, x_BtD: jax.Array) -> jax.Array | None:
-        """Returns the error before anything was encoded; None: errors are not kept."""
+        """Returns the initial error, zeros; None if errors are not kept."""
         return jnp.zeros(x_BtD.shape, jnp.float32) if self.feedback else None
 
     def encode(
@@ -60,7 +60,7 @@ class Link:
         """Encodes hidden states or gradients, with the error so far added to them.
 
         Args:
-          valid: whether they count; what does not count leaves the error as it is.
+          valid: whether they count; otherwise the error stays as it is.
         Returns:
           The encoded array and the next error.
         """
@@ -78,7 +78,7 @@ class Link:
         return pack(self.codec.encode_once(x_BtD), x_BtD.ndim - 1)
 
     def decode(self, encoded: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Decodes what `encode` made."""
+        """Decodes the result of `encode`."""
         if self.codec is None:
             return encoded
         return self.codec.decode_as(unpack(encoded, self.like), self.width, dtype)
@@ -87,7 +87,7 @@ class Link:
         """Sends to the next stage. Wire: all of the encoded array.
 
         Args:
-          around: whether the last stage sends to the first, where else zeros arrive.
+          around: whether the last stage sends to the first; otherwise zeros arrive there.
         """
         chain = [(i, i + 1) for i in range(self.size - 1)]
         return self._permute(encoded, chain, (self.size - 1, 0) if around else None)
@@ -146,7 +146,7 @@ def build_link(
     """Returns the links between stages for one class of traffic.
 
     Args:
-      codecs: the step's; between stages of one node nothing is compressed.
+      codecs: codecs of the step; between stages of one node nothing is compressed.
       x_BtD: an array as it travels; only its shape and dtype count.
     """
     spec: CodecSpec | None = getattr(codecs, traffic)
@@ -161,16 +161,17 @@ def build_link(
 def parts_of_share(layout: Layout) -> int:
     """Number of the parts of a sequence that `spread_positions` gives each stage.
 
-    Where tensor ranks have positions each a part of their own is cut in as many as there are
-    stages: the n-th part of stage s is the (n * P + s)-th of the sequence.
+    If tensor ranks hold different positions, each rank's positions are cut into as many parts as
+    there are stages: the n-th part of stage s is the (n * P + s)-th of the sequence.
     """
     return layout.size(layout.tensor) if layout.sequence_sharded else 1
 
 
 def own_positions(target_BT: jax.Array, layout: Layout) -> jax.Array:
-    """Cuts out of all positions those that `spread_positions` gives this stage.
+    """Selects the positions that `spread_positions` gives this stage, from all positions.
 
-    They are in the order in which `comm.activations.enter_tensor` joins those of tensor ranks.
+    They are in the order in which `comm.activations.enter_tensor` joins the tensor ranks'
+    positions.
     """
     stages, ranks = layout.size(layout.stage), parts_of_share(layout)
     B, T = target_BT.shape
@@ -182,8 +183,8 @@ def own_positions(target_BT: jax.Array, layout: Layout) -> jax.Array:
 def in_slices(x_BtD: jax.Array, slices: int, layout: Layout) -> jax.Array:
     """Orders positions by slices of the sequence, each in the layout between blocks.
 
-    Where tensor ranks have positions each they have those of a part of the sequence before, and of
-    a part of every slice after. Wire: x, gathered over tensor; nothing for one slice.
+    If tensor ranks hold different positions, each holds one part of the sequence before, and a
+    part of every slice after. Wire: x, gathered over tensor; nothing for one slice.
     """
     if slices == 1 or parts_of_share(layout) == 1:
         return x_BtD

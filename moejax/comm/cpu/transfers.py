@@ -1,10 +1,9 @@
-"""Several processes on CPU: transfers between pipeline stages, beside which a stage computes.
+"""Several processes on CPU: transfers between pipeline stages, overlapped with computation.
 
-For `comm.cpu.gloo`. XLA orders a program as it pleases, and gives the memory of one array to
-another that comes later in its order: a computation could then wait for a transfer of which it
-needs nothing. So each computation that runs for long waits for the beginning of the transfers
-before it, and a transfer is waited for after all computations that come before the first that needs
-it.
+For `comm.cpu.gloo`. XLA chooses the order of a program, and reuses the memory of one array for a
+later one: a computation could then wait for a transfer whose result it does not need. So each
+long computation waits until the transfers before it have begun, and a transfer is waited for only
+after all computations that come before its first use.
 """
 
 from collections.abc import Sequence
@@ -23,18 +22,18 @@ class _UnderWay(NamedTuple):
 
 
 class Transfers:
-    """The transfers that are under way in a scope, and what waits for them.
+    """The transfers that are under way in a scope, and the variables that wait for them.
 
     Attributes:
-      values: of the scope's variables. Those that wait for a transfer are not among them.
+      values: by variable of the scope, without the variables that wait for a transfer.
     """
 
     def __init__(self, values: dict[Any, Any]):
         self.values = values
         self.under_way: dict[Any, _UnderWay] = {}
-        self.makers: dict[Any, Any] = {}  # of variables that wait, the equations
-        self.results: list[jax.Array] = []  # one of each computation that runs for long
-        self.number: jax.Array | None = None  # of the last that no computation has waited for yet
+        self.makers: dict[Any, Any] = {}  # variable that waits -> its equation
+        self.results: list[jax.Array] = []  # one result of each long computation
+        self.number: jax.Array | None = None  # of the last transfer, until one waits for it
 
     def begin(self, eqn: Any, exchange: Exchange, x: jax.Array, after: jax.Array) -> jax.Array:
         """Begins the transfer of x. Returns its number."""
@@ -44,7 +43,7 @@ class Transfers:
         return begun.number
 
     def defer(self, eqn: Any) -> bool:
-        """Whether an equation needs a transfer, and can wait for it without delaying anything."""
+        """Returns whether an equation is put off: it needs a transfer and is short."""
         waiting = any(var in self.makers or var in self.under_way for var in _variables(eqn.invars))
         if not waiting or eqn.effects or computes_or_communicates(eqn):
             return False
@@ -52,7 +51,7 @@ class Transfers:
         return True
 
     def bring(self, atoms: Sequence[Any]) -> None:
-        """Waits for the transfers that some variables come from, and computes the variables."""
+        """Waits for the transfers that some variables need, and computes the variables."""
         wanted, needed, makers = list(_variables(atoms)), set(), {}
         while wanted:
             var = wanted.pop()
@@ -70,15 +69,15 @@ class Transfers:
                 del self.makers[var]
 
     def end_all(self) -> None:
-        """Waits for all transfers, and computes all that waits."""
+        """Waits for all transfers, and computes all waiting variables."""
         self.bring([*self.under_way, *self.makers])
 
     def read(self, atoms: Sequence[Any]) -> list[Any]:
-        """Returns the values of variables, which are there, and of literals."""
+        """Returns the values of literals and of variables; these must be computed."""
         return [atom.val if hasattr(atom, "val") else self.values[atom] for atom in atoms]
 
     def begun_before(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Returns the inputs of a computation, one of which waits until transfers have begun."""
+        """Returns a computation's inputs; one of them waits until transfers have begun."""
         if self.number is None or not runs_long(eqn):
             return inputs
         number, self.number = self.number, None
@@ -98,7 +97,7 @@ class Transfers:
 
 
 def computes_or_communicates(eqn: Any) -> bool:
-    """Whether an equation runs for long or has a collective."""
+    """Returns whether an equation runs for long or has a collective."""
     if eqn.primitive.name in KINDS or runs_long(eqn):
         return True
     return any(map(communicates, inner_jaxprs(eqn)))
