@@ -42,7 +42,7 @@ def simulate(tasks: Sequence[Task], policies: Mapping[str, Policy] | None = None
     idle, and then goes before all others. Takes O(n log n) time.
 
     Args:
-      tasks: in an order in which every task follows those that it waits for.
+      tasks: tasks in an order in which each follows the tasks that it waits for.
       policies: policy of each stream but compute; `fifo` if missing. May name streams without
         tasks.
 
