@@ -1,4 +1,4 @@
-"""The command `moejax completion`: what a shell needs to complete moejax's commands and settings.
+"""The command `moejax completion` prints a script that completes commands and settings in a shell.
 
 The script is made once, from the parsers of the commands, so that pressing Tab starts no Python.
 """
@@ -46,7 +46,7 @@ _moejax() {
   _shtab_moejax
   [[ -z $flag ]] || COMPREPLY=("${COMPREPLY[@]/#/$flag}")
 }"""
-# What completes names that come with moejax, and files.
+# Functions that complete names that come with moejax, and files.
 BASH_FILES = """\
 _moejax_{name}_file() {{
   compgen -W "{choices}" -- "$1"
@@ -70,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
         description="Prints a script that completes moejax's commands, flags and settings.",
         epilog=EPILOG,
     )
-    command.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell it is for")
+    command.add_argument(
+        "shell", choices=("bash", "zsh", "tcsh"), help="shell that reads the script"
+    )
     return command
 
 
