@@ -1,7 +1,7 @@
 """The command `python -m moejax.aot`: compiles the train step for a described cluster.
 
 It compiles the trainer's own step with the trainer's own options. Nothing runs, so nothing is
-timed; memory, collectives and their order are those of the real program.
+timed; memory, collectives and their order are the same as in a real run.
 """
 
 import argparse

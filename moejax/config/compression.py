@@ -134,7 +134,7 @@ class Compression:
         return codecs
 
     def without(self, kinds: Iterable[str]) -> "Compression":
-        """Returns the same codecs without those of some classes."""
+        """Returns the same codecs, but none for the given classes."""
         none = dict.fromkeys(kinds)
         stages = tuple(
             (start, dataclasses.replace(codecs, **none)) for start, codecs in self.stages

@@ -190,7 +190,7 @@ def config_text(cfg: Config) -> str:
 
 
 def _say_done(folder: Folder, plan: LoadPlan, cfg: Config, out: Path, console: Console) -> None:
-    """Says what was written, what was left out, and what to do next."""
+    """Prints the imported parameters, the tensors left out, and the next command."""
     lines = [
         f"imported {elements_of(plan):,} parameters to {out}; family "
         f"{family_of(folder.config).name}"

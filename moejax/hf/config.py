@@ -35,7 +35,7 @@ def config_of(folder: Folder) -> Config:
 
 
 def _check_layers(number: object) -> None:
-    """Refuses a number of layers for which lists of layers would fill the memory."""
+    """Refuses a number of layers so large that a list of layers would fill the memory."""
     most = find_field("model.num_layers").at_most
     if isinstance(number, int) and most is not None and number > most:
         raise InputError(

@@ -2,7 +2,7 @@
 
 Nothing of a folder is trusted: names may lead outside, sizes may be absurd, headers may lie. The
 safetensors library judges each file's header; bytes are read here (`hf.reader`), because in NumPy
-it has no 8-bit floats, and it maps files so that memory seems to grow with what was read.
+it has no 8-bit floats, and it maps files, so that the memory in use seems to grow with each read.
 """
 
 import json

@@ -95,7 +95,7 @@ def _step(
 
 
 def _check_same(file: Path, model: Config, cfg: Config) -> None:
-    """Refuses overrides that change the model, for which its file would no longer stand."""
+    """Refuses overrides that change the model: its file would no longer describe it."""
     changes = differences(model, cfg)
     if changes:
         name, theirs, ours = changes[0]

@@ -6,9 +6,9 @@ while this one is written; the other two multiply, 64 rows each, in two halves o
 
 Legend: G groups, T tiles of rows, over all groups.
 
-A group's tiles start at its own first row, or up to seven before it, because copies into what the
-matrix units read start at a multiple of eight. A tile's rows of other groups are multiplied and not
-stored. Rows past the last group are a group of their own, which is zero.
+A group's tiles start at its own first row, or up to seven before it, because copies into the
+matrix units' operands start at a multiple of eight. A tile's rows of other groups are multiplied
+and not stored. Rows past the last group are a group of their own, which is zero.
 """
 
 from collections.abc import Callable

@@ -47,7 +47,7 @@ class Link:
     bends: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, wire_bytes: float, starts: float = 1.0) -> float:
-        """Returns the time of a call with so many start-ups; each device sends `wire_bytes`."""
+        """Returns the time of a call with `starts` start-ups; each device sends `wire_bytes`."""
         return (starts * self.startup_s + wire_bytes / self.bytes_per_s) * self._bend(wire_bytes)
 
     def _bend(self, wire_bytes: float) -> float:

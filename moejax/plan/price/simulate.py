@@ -15,7 +15,7 @@ the schedule takes at least its longest chain of tasks, and at least each stream
 dependencies fix the order on every stream and communication slows no compute, a longer task never
 makes the schedule shorter.
 
-Source: Graham, Bounds on multiprocessing timing anomalies (1969), for what is not guaranteed.
+Source: Graham, Bounds on multiprocessing timing anomalies (1969), for the anomalies.
 """
 
 import math
