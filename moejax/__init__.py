@@ -18,7 +18,7 @@ __all__ = ["load_checkpoint", "load_config", "load_model", "run_training"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what needs JAX when it is first used: commands that do not need it start at once."""
+    """Imports functions that need JAX when they are first used: other commands start at once."""
     if name == "run_training":
         from moejax.api import run_training
 

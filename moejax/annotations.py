@@ -1,4 +1,4 @@
-"""Shapes in annotations: jaxtyping's, which the tests check.
+"""Shape annotations of jaxtyping. The tests check them.
 
 They say nothing at run time, so where jaxtyping is not installed they stand for any array.
 """

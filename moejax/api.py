@@ -18,10 +18,10 @@ class TrainedRun:
     """A run that has ended.
 
     Attributes:
-      state: the weights and what else a step changes; None if the run was done before.
+      state: the last train state; None if the run had reached its end before.
       stopped: whether it was asked to stop before its last step.
       run_dir: the directory of its checkpoints and records.
-      metrics: by name, steps and values of all its starts; docs/formats/metrics.md lists them.
+      metrics: name -> steps and values, over all its starts; docs/formats/metrics.md lists them.
     """
 
     state: TrainState | None
@@ -33,7 +33,7 @@ class TrainedRun:
 def run_training(
     config: Config | str | os.PathLike[str], overrides: Iterable[str] = (), *, quiet: bool = False
 ) -> TrainedRun:
-    """Trains, or goes on, as `moejax train` does, and returns what came out.
+    """Trains or resumes as `moejax train` does, and returns the ended run.
 
         run = moejax.run_training("tiny", ["train.num_steps=50", "run_dir=runs/first"])
         run.metrics["loss"].values[-1]

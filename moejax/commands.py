@@ -7,7 +7,7 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-      summary: what it does, for the list of commands.
+      summary: one line for the list of commands.
       module: holds `main(argv)`, which returns the exit code; imported when the command is run.
       flags: the module that holds `parser()`, the parser of its flags; empty: the same.
     """
@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train a model", "moejax.train.__main__"),
-    "report": Command("show what runs did, as a page", "moejax.report.command"),
+    "report": Command("show the results of runs as a page", "moejax.report.command"),
     "goodput": Command("tell how a run spent its time", "moejax.report.goodput_command"),
     "prepare": Command(
         "turn text into token files", "moejax.data.prepare.command", "moejax.data.prepare.flags"

@@ -1,6 +1,6 @@
-"""Errors with exit codes of their own, and how commands report them.
+"""Errors with exit codes of their own, and their report by commands.
 
-The codes and what they mean: docs/formats/exit.md.
+docs/formats/exit.md lists the codes.
 """
 
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk or quota
-# Errors of a place that may not be written, as one that was mounted again read-only.
+# Errors of a place that cannot be written, such as one that was remounted read-only.
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 STOPPED = 3  # exit code of a run that was asked to stop before its last step
 LOGIN = re.compile(r"\b(\w[\w+.-]*://)[^\s/@'\"]+@")  # of a URL, with or without a password
@@ -68,13 +68,13 @@ class NoMeshError(RunError):
 
 
 class StorageFullError(RunError):
-    """No space is left for what the run must write."""
+    """No space is left for the files of the run."""
 
     code = 5
 
 
 class NotWritableError(StorageFullError):
-    """What the run must write can no longer be written, though there may be space."""
+    """The files of the run can no longer be written, though there may be space."""
 
 
 def without_logins(text: str) -> str:
@@ -107,7 +107,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def _no_space(seen: str) -> str:
     return (
-        f"no space left. {seen}. What was finished before is whole. Free some space, and run the "
+        f"no space left. {seen}. Files finished before are complete. Free some space, and run the "
         f"same command again."
     )
 
@@ -157,7 +157,7 @@ def located(text: str) -> str:
 
 
 def let_print(stream: Any) -> None:
-    """Lets a stream take every text: letters that its encoding has not come as backslash codes.
+    """Lets a stream take every text: letters outside its encoding become backslash codes.
 
     Names of files and texts of a model may hold any, and a run must not end because of them.
     """

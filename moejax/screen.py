@@ -1,4 +1,4 @@
-"""Where commands show texts: as they are, whoever wrote them.
+"""Consoles that show texts as they are, whoever wrote them.
 
 Rich reads "[...]" in a text as a style and ":name:" as a picture: paths lose letters, and a text of
 a user that looks like a style ends the program. Everything in moejax prints on a console from here,
@@ -33,6 +33,6 @@ def text_column(format: str = "{task.description}") -> TextColumn:
 
 @contextmanager
 def waiting(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Shows on a terminal what is waited for. Yields what shows another text."""
+    """Shows a text on a terminal during a wait. Yields a function that changes the text."""
     with console.status(Text(text)) as status:
         yield lambda text: status.update(Text(text))

@@ -1,4 +1,4 @@
-"""What a Python config file imports; the code is in `moejax.config.load`."""
+"""Names that Python config files import; the code is in `moejax.config.load`."""
 
 from moejax.config.load import default_config, load_config
 

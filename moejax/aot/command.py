@@ -1,7 +1,7 @@
 """The command `python -m moejax.aot`: compiles the train step for a described cluster.
 
 It compiles the trainer's own step with the trainer's own options. Nothing runs, so nothing is
-timed; memory, collectives and their order are those of the real program.
+timed; memory, collectives and their order are the same as in a real run.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def print_exposed(step: CompiledStep, train_step: TrainStep, preset: str, consol
 
 
 def _add_work(table: Table, step: CompiledStep) -> None:
-    """Adds rows of what a device executes in a step."""
+    """Adds rows for a device's work in a step."""
     work, executed = step.work, step.executed()
     classes = ", ".join(f"{name} {share:.2f}" for name, share in executed.items() if name != "all")
     most = f"at whole buffers {step.executed(most=True)['all']:.2f}"
@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--compress-exposed",
         choices=("hybrid", "strong"),
-        help="name the codecs of a preset that pay off: those of traffic that no compute hides",
+        help="name a preset's codecs for the traffic that no computation hides",
     )
     command.add_argument(
         "--update",

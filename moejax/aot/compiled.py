@@ -70,10 +70,10 @@ class Exchange:
     beside: tuple[str, ...] = ()
 
     def wire_bytes(self, sizes: Mapping[str, int]) -> float:
-        """Bytes that a device sends in a step, by rings.
+        """Bytes that a device sends in a step, with collectives as rings.
 
         Args:
-          sizes: of the mesh axes; groups that are no axes count as large.
+          sizes: sizes of the mesh axes. Groups that match no axes count as large.
         """
         passes = 2 if self.kind == "all_reduce" else 1
         if self.kind != "ppermute" and "?" not in self.axes:
@@ -213,7 +213,7 @@ class CompiledText:
         return next((self._wrapped[name] for name in line.called if name in self._wrapped), None)
 
     def multiplies(self, line: Instruction) -> bool:
-        """Whether an instruction is or calls a matrix product, in any branch of a conditional."""
+        """Returns whether an instruction is or calls a matrix product, in any branch."""
         if line.op in ("dot", "ragged-dot", "convolution") or PRODUCT_TARGETS.search(line.rest):
             return True
         inner = line.called
@@ -303,7 +303,7 @@ class CompiledText:
 
 
 def _scattered(line: Instruction, lines: list[Instruction]) -> Instruction:
-    """Returns the reduce-scatter that a fusion of an all-reduce and a slice of its result is.
+    """Rewrites an all-reduce that is fused with a slice of its result as a reduce-scatter.
 
     TPUs have one kernel for both texts: the same emitter (SingleInputAllReduceScatterFusion) and
     ring stand in the backend's config of a reduce-scatter and of such a fusion.

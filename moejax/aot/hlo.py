@@ -20,7 +20,7 @@ KINDS = {
 
 
 class ArrayType(NamedTuple):
-    """Dtype, as XLA names it, and shape of an array; whether it lies in a TPU core's own memory."""
+    """XLA's dtype and shape of an array; `local`: it lies in a TPU core's own memory."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class ArrayType(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Size in the memory that devices share out: none in a core's own."""
+        """Bytes in the device's main memory; 0 for an array in a core's own memory."""
         return 0 if self.local else self.bytes
 
 
@@ -70,7 +70,7 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> list["ArrayType"]:
-        """The arrays of its result, those of nested tuples included."""
+        """The arrays of its result, with the members of nested tuples."""
         result = re.sub(r"/\*.*?\*/", "", self.result)
         found = re.findall(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?", result)
         # Layouts for TPUs have tiles; there memory space 1 is a core's own.
@@ -146,7 +146,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """The instructions of each computation, and the name of the first one to run."""
     by_name: dict[str, list[Instruction]] = {}
     entry, current = "", None
-    # What a Pallas call says of itself stands on lines of its own.
+    # The metadata of a Pallas call stands on separate lines.
     text = re.sub(r"kernel_metadata=\{\n(.*)\n\}", r"kernel_metadata={\1}", text)
     for line in text.splitlines():
         head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
@@ -168,8 +168,8 @@ def _with_trips(
 ) -> list[Instruction]:
     """Adds the trip counts that the text does not name.
 
-    A program for TPUs has them only as the constant that a loop's condition compares its counter
-    with, which starts at 0.
+    Programs for TPUs state them only as a constant: the loop's condition compares its counter,
+    which starts at 0, with it.
     """
     return [_counted(line, by_name) if line.op == "while" else line for line in lines]
 
@@ -197,7 +197,7 @@ def _constant(line: Instruction) -> int | None:
 
 
 def _step(body: Mapping[str, Instruction], place: int) -> int:
-    """What a loop's body adds to the value in a place of its carry; 0 if that is not plain."""
+    """Returns the constant that a loop's body adds to carry element `place`; 0 if unclear."""
     root = next((one for one in body.values() if one.root), None)
     if root is None or root.op != "tuple":
         return 0

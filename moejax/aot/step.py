@@ -32,10 +32,10 @@ CONTROLS: dict[str, dict[str, Options]] = {
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step. Bytes of one device.
+    """A compiled step. Bytes are per device.
 
     Attributes:
-      work: what the device executes in a step.
+      work: the device's work in a step.
       model_flops: a device's share of the model's FLOPs in a step, without recomputation.
       other_peaks: peak bytes of evaluation and sampling, if they were compiled too.
     """
@@ -114,7 +114,7 @@ class CompiledStep:
         """Returns the FLOPs executed over the model's, by class, and of "all".
 
         Args:
-          most: count whole buffers of rows, instead of what a balanced router fills.
+          most: count whole buffers of rows, instead of the rows that a balanced router fills.
         """
         flops = self.work.most_flops if most else self.work.flops
         shares = {name: number / self.model_flops for name, number in flops.items()}

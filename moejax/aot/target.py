@@ -1,7 +1,7 @@
 """Described clusters that XLA can compile for without their hardware.
 
-A node is eight accelerators: one machine of GPUs, or eight TPUs of one slice. Nodes share a network
-and those of one slice the links between its chips.
+A node is eight accelerators: one machine of GPUs, or eight TPUs of one slice. Nodes share a
+network; nodes of one slice also share the links between its chips.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""FLOPs of what TPUs multiply: convolutions, and calls of Pallas kernels that JAX or XLA brings.
+"""FLOPs of products on TPUs: convolutions, and Pallas kernels that come with JAX or XLA.
 
 XLA writes every matrix product for TPUs as a convolution. The text of a Pallas call does not show
 what it computes, so its FLOPs come from its name, its shapes and its tiles.
@@ -20,7 +20,7 @@ def tpu_flops(line: Instruction, operands: Sequence[ArrayType]) -> tuple[float, 
     """Returns the FLOPs of an instruction that multiplies, and whether its rows have groups.
 
     (0, False) for others. A product of groups counts all rows of its buffer, filled or not, and
-    whole tiles of columns; not the tiles of rows that two groups share, which count once.
+    whole tiles of columns. A tile of rows that two groups share counts once.
 
     Args:
       operands: the arrays that it reads, in order.
@@ -36,7 +36,7 @@ def tpu_flops(line: Instruction, operands: Sequence[ArrayType]) -> tuple[float, 
 
 
 def _convolution(line: Instruction, left: ArrayType, right: ArrayType) -> float:
-    """Two for each element of the input that an element of the kernel meets, for each feature."""
+    """FLOPs of a convolution: two for each pair of kernel and input element, for each feature."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.rest)
     assert labels is not None, line.name
     inputs, kernel, output = (
@@ -65,7 +65,7 @@ def _dimension(window: str, number: int) -> dict[str, int]:
 
 
 def _meetings(size: int, kernel: int, output: int, form: dict[str, int]) -> int:
-    """Returns how often an element of the kernel meets one of the input, not padding or holes."""
+    """Counts the pairs of kernel and input element, without padding and dilation holes."""
     found = 0
     for place in range(output):
         for element in range(kernel):
@@ -100,7 +100,7 @@ def _block(line: Instruction, name: str) -> int:
 
 
 def _whole_tiles(line: Instruction, operands: Sequence[ArrayType]) -> float:
-    """What XLA's kernel for ragged_dot multiplies over what it keeps: its last tiles are whole."""
+    """Returns executed over needed FLOPs of XLA's ragged_dot kernel, whose last tiles are whole."""
     found = re.search(r'ragged_dot_tiling="\d+,(\d+),(\d+)"', line.rest)
     if found is None:
         return 1.0

@@ -1,8 +1,8 @@
 """Bytes that the kernels of a compiled program read from memory and write to it.
 
-A kernel reads each operand and writes each result once; caches are ignored. Of what it slices,
-gathers from or updates in place, it touches only the part that the slice, the rows or the update
-have. A fused kernel computes only those elements of the values inside that its results need.
+A kernel reads each operand and writes each result once; caches are ignored. Of an array that it
+slices, gathers from or updates in place, it touches only the slice, the gathered rows or the
+update. A fused kernel computes only the elements that its results need.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ VIEWS = ("bitcast", "reshape", "get-tuple-element")
 
 
 def kernel_bytes(line: Instruction, operands: Mapping[str, ArrayType]) -> int:
-    """Returns the bytes that an instruction moves which is a kernel of its own.
+    """Returns the bytes read and written by an instruction that is a kernel of its own.
 
     Args:
       operands: by name, the arrays that it reads.
@@ -25,10 +25,10 @@ def kernel_bytes(line: Instruction, operands: Mapping[str, ArrayType]) -> int:
 
 
 def body_bytes(body: Sequence[Instruction], outside: Mapping[str, ArrayType]) -> int:
-    """Returns the bytes that a kernel moves whose instructions are these, in order.
+    """Returns the bytes read and written by a kernel with these instructions, in order.
 
     Args:
-      outside: arrays that it reads and that none of the instructions give, besides parameters.
+      outside: by name, arrays that it reads besides its parameters and its own values.
     """
     inside = {line.name: line for line in body}
     sizes = {name: array.size for name, array in outside.items()}
@@ -73,7 +73,7 @@ def _results(body: Sequence[Instruction]) -> list[str]:
 
 
 def _origin(name: str, inside: Mapping[str, Instruction]) -> Instruction:
-    """The instruction whose value this is, seen through those that only change its shape."""
+    """Returns the instruction that computes a value, skipping mere changes of shape."""
     line = inside[name]
     while line.op in VIEWS and line.operands[:1] and line.operands[0] in inside:
         line = inside[line.operands[0]]
@@ -87,7 +87,7 @@ def _needed(
     wanted: Mapping[str, int],
     in_place: set[str],
 ) -> int:
-    """Returns how many elements of an operand an instruction needs for what is wanted of it."""
+    """Returns how many elements of an operand the wanted elements of a result need."""
     own = wanted.get(line.name, 0)
     size, total = sizes[line.operands[index]], sizes.get(line.name, 0)
     if not own:

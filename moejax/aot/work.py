@@ -1,9 +1,9 @@
-"""What a device executes in a step, read from the compiled program.
+"""A device's work in a step, read from the compiled program.
 
-Products and their FLOPs, kernels launched, memory traffic, loops. The walk is that of
-`compiled.CompiledText`: a loop's body counts once a trip, and of a conditional the first branch is
-read. Nothing here knows whose program it is but a table of classes, so that programs of other
-trainers are read alike.
+Products and their FLOPs, kernels launched, memory traffic, loops. The walk follows
+`compiled.CompiledText`: a loop's body counts once a trip, and of a conditional only the first
+branch is read. Only the table of classes depends on moejax, so programs of other trainers are read
+alike.
 """
 
 import re
@@ -18,8 +18,8 @@ from moejax.aot.products import product_flops
 from moejax.aot.tpu import tpu_flops
 from moejax.aot.traffic import body_bytes, kernel_bytes
 
-# Class of a product -> what the target of its call, or else the names of its scopes, match. The
-# first match counts; what matches none is of the class "rest".
+# Class of a product -> pattern for the target of its call, or else for the names of its scopes. The
+# first match counts; a product without a match is of the class "rest".
 Classes = Mapping[str, str]
 CLASSES: Classes = {
     "attention": r"^__cudnn\$fmha|\bsplash_m",
@@ -43,9 +43,9 @@ class Kernel:
 
     Attributes:
       calls: launches in a step.
-      bytes: read from memory and written to it in one call; 0 for collectives.
-      flops: FLOPs of its products in one call, by class, of groups' products apart: (class, whether
-        rows have groups) -> FLOPs of the whole buffer.
+      bytes: bytes read from memory and written to it in one call; 0 for collectives.
+      flops: FLOPs of its products in one call: (class, whether rows have groups) -> FLOPs over
+        whole buffers.
       collective: whether it moves data between devices.
       label: names of the source's scopes and of the operation.
     """
@@ -60,15 +60,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Work:
-    """What one device executes in a step.
+    """A device's work in a step.
 
     Attributes:
-      flops: by class; products of groups at the filled share of their buffers.
-      most_flops: by class; products of groups at whole buffers.
+      flops: FLOPs by class; products of groups count the filled share of their buffers.
+      most_flops: FLOPs by class; products of groups count whole buffers.
       launches: kernels, library calls and collectives started.
       loops: loops entered; iterations: runs of their bodies.
       uncounted: loops entered whose trip count is unknown, and taken as one.
-      other_bytes: read and written by kernels that are neither products nor collectives.
+      other_bytes: bytes read and written by kernels that are neither products nor collectives.
     """
 
     flops: dict[str, float] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Work:
 
 
 def measure_work(text: CompiledText, *, filled: float = 1.0, classes: Classes = CLASSES) -> Work:
-    """Returns what a device executes in a step.
+    """Returns a device's work in a step.
 
     Args:
       filled: share of the rows in the buffers of grouped products that are filled.
@@ -120,7 +120,7 @@ class _Reader:
 
     @cached_property
     def runs(self) -> dict[str, int]:
-        """How often a step runs each computation whose instructions are kernels."""
+        """Number of runs in a step of each computation whose instructions are kernels."""
         total: dict[str, int] = {}
         waiting = [(self.text.entry, 1)]
         while waiting:
@@ -133,7 +133,7 @@ class _Reader:
         return total
 
     def _starts_others(self, line: Instruction) -> bool:
-        """Whether an instruction starts a computation that is no collective."""
+        """Returns whether an instruction starts a computation other than a collective."""
         return line.op in ("async-start", "call-start") and self.text.issued(line) is None
 
     def control(self) -> dict[str, int]:

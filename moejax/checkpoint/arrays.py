@@ -1,4 +1,4 @@
-"""Reads and writes parts of a checkpoint's weights in its files: no device, and not all at once.
+"""Reads and writes parts of a checkpoint's weights in its files, without a device.
 
 Orbax stores an item as one key-value store in the format OCDBT, and in it an array in the format
 Zarr under each key. Both formats are TensorStore's (docs/formats/checkpoint.md).
@@ -22,11 +22,11 @@ import tensorstore as ts
 from moejax.hf.rules import Index
 
 Part = tuple[tuple[int, int], ...]  # start and stop along each dimension of an array
-CACHE_BYTES = 4 << 30  # of pieces that many tensors share, as older checkpoints have
-INDEX_BYTES = 100 << 20  # of the store's index: Orbax's own limit
-FILE_BYTES = 128 << 20  # about; several files have their digests taken beside each other
-PIECE_BYTES = 64 << 20  # of an array at most
-# Of Orbax's stores, which an item's is merged from.
+CACHE_BYTES = 4 << 30  # for pieces that many tensors share, as in older checkpoints
+INDEX_BYTES = 100 << 20  # for the store's index; Orbax's own limit
+FILE_BYTES = 128 << 20  # about; digests of several files are computed in parallel
+PIECE_BYTES = 64 << 20  # at most, of one array
+# Settings of Orbax's stores, which are merged into an item's store.
 CONFIG = {
     "max_inline_value_bytes": 1024,
     "max_decoded_node_bytes": 100_000_000,
@@ -35,7 +35,7 @@ CONFIG = {
 
 
 def apart(key: str, ndim: int) -> tuple[int, ...]:
-    """Returns the dimensions at whose every position an array is cut: layers, and experts.
+    """Returns the dimensions that are cut at every position: layers, and experts.
 
     So a restore onto smaller shards reads little, and an export reads each tensor alone.
     """
@@ -49,8 +49,8 @@ class NewArray:
     """An array that is written in pieces.
 
     Attributes:
-      key: in the item.
-      dtype: its name.
+      key: its key in the item.
+      dtype: name of its dtype.
     """
 
     key: str
@@ -84,19 +84,19 @@ class NewArray:
 
 
 def store_of(item: Path, process: int) -> Path:
-    """Returns the directory of what one process writes of an item, which Orbax merges."""
+    """Returns the directory of one process's part of an item; Orbax merges the parts."""
     return item / f"ocdbt.process_{process}"
 
 
 class PieceWriter:
-    """Writes arrays of one item in pieces, those of this process. A context manager.
+    """Writes this process's pieces of the arrays of one item. A context manager.
 
     Pieces are held until about `FILE_BYTES` of them are together; then they are written and synced
     as one file.
     """
 
     def __init__(self, store: Path):
-        """Takes the directory of this process, which is made."""
+        """Takes the directory of this process (`store_of`), and makes it when it writes."""
         base = {"driver": "file", "path": f"{store.absolute()}/"}
         self._store: dict[str, Any] = {
             "driver": "ocdbt",
@@ -119,12 +119,12 @@ class PieceWriter:
             self._transaction.abort()
 
     def create(self, array: NewArray) -> None:
-        """Writes an array's shape and dtype, which one process does."""
+        """Writes an array's shape and dtype. Only one process calls it."""
         spec = ts.Spec(self._spec(array))
         ts.open(spec, create=True, context=self._context, transaction=self._transaction).result()
 
     def write(self, array: NewArray, part: Part, values: np.ndarray) -> None:
-        """Writes a piece. Its values must stay as they are."""
+        """Writes a piece, maybe later: its values must not change."""
         opened = ts.open(
             ts.Spec(self._spec(array)),
             open=True,
@@ -150,12 +150,12 @@ class PieceWriter:
 
 
 def missing_in(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns what a written step lacks, in words; None if each array has its shape and all pieces.
+    """Describes a fault of a written step; None if each array has its shape and all pieces.
 
     Reads each item's index and the arrays' descriptions, not their numbers.
 
     Args:
-      shapes: of the arrays that it must have, by ITEM/KEY.
+      shapes: shape of each array that it must have, by ITEM/KEY.
     """
     for item in dict.fromkeys(name.partition("/")[0] for name in shapes):
         base = {"driver": "file", "path": f"{step.absolute() / item}/"}
@@ -180,7 +180,7 @@ def missing_in(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 class StoredWeights:
     """The parameters and selection biases of one checkpoint. Several threads may read.
 
-    What is read of one parameter after the other should follow each other: two arrays stay open.
+    Read all parts of one parameter before the next one's: only two arrays stay open.
     """
 
     def __init__(self, step: Path):
@@ -218,7 +218,7 @@ class StoredWeights:
         """Opens an array, with a cache for pieces that its parts share.
 
         Args:
-          whole: which dimensions each part has whole.
+          whole: for each dimension, whether every part has all of it.
         """
         spec = {
             "driver": "zarr",
@@ -242,7 +242,7 @@ class StoredWeights:
 def _shared_bytes(array: ts.TensorStore, whole: tuple[bool, ...]) -> int:
     """Returns the bytes of two rows of pieces, if parts share them; 0 if each has its own.
 
-    A row is what one part is read from.
+    A row is the pieces from which one part is read.
     """
     pieces: tuple[int, ...] = array.spec().to_json()["metadata"]["chunks"]
     whole = (*whole, *[True] * (array.ndim - len(whole)))

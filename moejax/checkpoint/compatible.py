@@ -1,4 +1,4 @@
-"""Which settings may change when a run resumes, or starts from another run's weights."""
+"""Rules for settings that may change when a run resumes, or starts from another run's weights."""
 
 import dataclasses
 import hashlib
@@ -112,7 +112,7 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
 def rate_notes(saved: dict[str, Any], cfg: Config, *, step: int) -> list[str]:
     """Returns a note if the next step has another learning rate than its checkpoint's run had.
 
-    As where a run whose rate has decayed goes on with more steps, and the schedule goes up.
+    For example, a run whose rate has decayed goes on with more steps, and the rate rises again.
 
     Args:
       step: step of the checkpoint.
@@ -207,18 +207,18 @@ def describe_run(
 
 
 def describe_base(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
-    """Returns what identifies the frozen weights of a run with adapters: a checkpoint's digest."""
+    """Returns the path and digest that identify the frozen weights of a run with adapters."""
     return {"path": str(path), "weights": weights_digest(manifest)}
 
 
 def check_same_base(saved: dict[str, Any], base: dict[str, str]) -> None:
-    """Checks that the frozen weights are those that adapters were trained on.
+    """Checks that the adapters were trained on these frozen weights.
 
     Args:
       saved: the manifest of the checkpoint with the adapters.
       base: `describe_base` of the frozen weights.
     Raises:
-      InputError: if they are others.
+      InputError: if they were trained on others.
     """
     known = saved["base"]
     if known["weights"] != base["weights"]:
@@ -267,7 +267,7 @@ def fingerprint(train_step: TrainStep) -> str | None:
 
 
 def same_reduction(saved: dict[str, Any], train_step: TrainStep) -> bool:
-    """Whether a checkpoint's codec state is valid for this run.
+    """Returns whether a checkpoint's codec state is valid for this run.
 
     Args:
       saved: the checkpoint's manifest.
@@ -282,7 +282,7 @@ def same_reduction(saved: dict[str, Any], train_step: TrainStep) -> bool:
 
 
 def remembers(saved: dict[str, Any]) -> bool:
-    """Whether the checkpoint of this manifest holds codec state."""
+    """Returns whether the checkpoint of this manifest holds codec state."""
     return any(name.startswith("reduction/") for name in saved["files"])
 
 

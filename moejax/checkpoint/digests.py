@@ -1,15 +1,15 @@
-"""Digests of a state's numbers: one a layer, and of experts' weights one an expert.
+"""Digests of a state's numbers: one per layer, and for experts' weights one per expert.
 
-They are taken on the devices, of the arrays themselves, so that a wrong write between memory and
-disk is found when a restored state has others. A digest is two sums modulo 2^32 over a cell's
+They are computed on the devices, from the arrays themselves. If a restored state has other digests,
+something between memory and disk went wrong. A digest is two sums modulo 2^32 over a cell's
 numbers, of a mix of each number's bits and its position in the cell. So it does not depend on how a
 mesh cuts the array, and a cell has the same digest wherever it lies: a swapped expert is known by
-the digest of the other. Every device adds up what it holds, once for all copies; nothing is sent
-between devices.
+the digest of the other. Each device sums its own shard, and of several copies of a shard only the
+first counts; nothing is sent between devices.
 
 They find accidents and do not withstand an attacker (`manifest.sha256` does).
 
-Legend: C the dimensions of cells (layers, experts), R those inside a cell.
+Legend: C the dimensions of cells (layers, experts), R the dimensions inside a cell.
 """
 
 import base64
@@ -36,8 +36,8 @@ class ArrayDigests(NamedTuple):
     """The digests of one array.
 
     Attributes:
-      shape: of the array.
-      dtype: its name.
+      shape: shape of the array.
+      dtype: name of its dtype.
       cells: 64 bits a cell as hexadecimal digits, in the shape of the dimensions of cells.
     """
 
@@ -46,7 +46,7 @@ class ArrayDigests(NamedTuple):
     cells: np.ndarray
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what a manifest has: a text a layer, of all its experts one behind the other."""
+        """Returns the manifest's entry: a text for each layer, with all its experts in a row."""
         rows = self.cells.reshape(1, -1) if self.cells.ndim < 2 else self.cells
         rows = self.cells.reshape(-1, 1) if self.cells.ndim == 1 else rows
         texts = ["".join(row) for row in rows]
@@ -54,7 +54,7 @@ class ArrayDigests(NamedTuple):
 
 
 def from_json(key: str, facts: Mapping[str, Any]) -> ArrayDigests:
-    """Reads what `to_json` gave."""
+    """Returns the digests of the array `key` from the result of `to_json`."""
     shape = tuple(facts["shape"])
     digits = [[text[at : at + 16] for at in range(0, len(text), 16)] for text in facts["digests"]]
     return ArrayDigests(
@@ -63,7 +63,7 @@ def from_json(key: str, facts: Mapping[str, Any]) -> ArrayDigests:
 
 
 def cell_dims(key: str, ndim: int) -> int:
-    """Returns how many dimensions of an array count cells: layers, and experts.
+    """Returns how many leading dimensions of an array number its cells: layers, and experts.
 
     Args:
       key: the array's path, or its path in the optimizer.
@@ -85,11 +85,11 @@ def mixed(bits: Any, position: Any) -> tuple[Any, Any]:
 
 
 class Place(NamedTuple):
-    """Where the shards of an array lie.
+    """Positions of an array's shards.
 
     Attributes:
-      facts: of each device of the mesh, sharded over all axes: whether its shard is the first copy,
-        then where it starts along each dimension.
+      facts: a row for each device of the mesh, sharded over all axes: whether its shard is the
+        first copy, then the shard's start along each dimension.
       starts: the same on the host; None where the shard is not the first copy.
       shard: the shape of a shard.
     """
@@ -141,7 +141,7 @@ def _sums(x: jax.Array, facts: jax.Array, *, sharding: NamedSharding, dims: int)
             position_R = jnp.zeros(x.shape[dims:], jnp.uint32)
             for axis in inside:
                 place = jax.lax.broadcasted_iota(jnp.uint32, position_R.shape, axis - dims)
-                # Modulo 2^32, as all of it.
+                # Modulo 2^32, like the sums.
                 stride = np.uint32(strides[axis] & 0xFFFFFFFF)
                 position_R += (place + facts[0, 1 + axis]) * stride
             words = mixed(_bits(x), position_R)
@@ -189,7 +189,7 @@ class DeviceSums(NamedTuple):
         }
 
     def _parts(self, key: str) -> list[list[Any]]:
-        """Returns of each shard here: where its cells start, how many, numbers a cell, sums."""
+        """Returns for each shard here: start and shape of its cells, numbers per cell, sums."""
         parts, dims = [], cell_dims(key, len(self.kinds[key][0]))
         shard = self.shards[key]
         for piece in self.sums[key].addressable_shards:
@@ -201,7 +201,7 @@ class DeviceSums(NamedTuple):
 
 
 def add_up(arrays: Mapping[str, jax.Array]) -> DeviceSums:
-    """Starts to add up arrays on their devices. Waits for nothing; the arrays may be donated then.
+    """Starts to add up arrays on their devices. Does not wait; the arrays may be donated after it.
 
     All processes call it.
     """
@@ -236,7 +236,7 @@ def device_sums(x: jax.Array) -> list[tuple[tuple[int, ...], int, str]]:
 
 
 def together(everywhere: Iterable[Mapping[str, Any]]) -> dict[str, ArrayDigests]:
-    """Returns the digests of whole arrays, of what all processes have (`DeviceSums.here`)."""
+    """Returns the digests of whole arrays from the sums of all processes (`DeviceSums.here`)."""
     sums: dict[str, np.ndarray] = {}
     seen: dict[str, int] = {}
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -270,7 +270,7 @@ def digest_on_host(cell: np.ndarray) -> str:
 
 
 def digest_of_zeros(numbers: int) -> str:
-    """Returns the digest of a cell of so many zeros."""
+    """Returns the digest of a cell of `numbers` zeros."""
     nothing = np.zeros(min(numbers, BLOCK), np.uint32)
     return _of_blocks(nothing[: numbers - at] for at in range(0, numbers, BLOCK))
 

@@ -21,12 +21,12 @@ MESSAGES, READ_ONLY_MESSAGES = (
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error or its cause is a full disk or quota."""
+    """Returns whether an error or its cause is a full disk or quota."""
     return _is_of(error, FULL, MESSAGES)
 
 
 def is_read_only(error: BaseException | None) -> bool:
-    """Whether an error or its cause is a place that may not be written."""
+    """Returns whether an error or its cause is a place that cannot be written to."""
     return _is_of(error, READ_ONLY, READ_ONLY_MESSAGES)
 
 
@@ -150,7 +150,7 @@ QUIET = _NotFull()
 
 
 def quiet_about_full_disks() -> None:
-    """Suppresses Orbax's hundreds of log lines about what cannot be written; moejax reports one."""
+    """Suppresses Orbax's hundreds of log lines about failed writes; moejax reports one."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(QUIET)
     before = sys.unraisablehook

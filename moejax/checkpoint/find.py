@@ -1,4 +1,4 @@
-"""Finished checkpoints on disk: found, verified, set aside where they are damaged.
+"""Finds and verifies finished checkpoints on disk, and sets damaged ones aside.
 
 Nothing here touches a device, and nothing reads arrays (`checkpoint.writer` does).
 """
@@ -64,7 +64,7 @@ def _survey(directory: Path) -> tuple[list[str], list[int]]:
 
 
 def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | None, str]:
-    """Returns a step if it is intact, and else the damage that some process found.
+    """Returns a step if it is intact, and otherwise the damage that a process found.
 
     Digests take long, so each process compares a share of them.
     """
@@ -89,7 +89,7 @@ def set_aside(
     """Renames a step so that nothing takes it for a checkpoint. Returns the notes.
 
     Args:
-      kind: what its name then ends with.
+      kind: ending of its new name.
     """
     return processes.from_first(partial(_set_aside, path, kind, reason))
 
@@ -105,7 +105,7 @@ def _sweep(directory: Path) -> list[str]:
 
 
 def remove_half_written(directory: Path) -> None:
-    """Removes what saves left that were killed or failed before Orbax had committed them."""
+    """Removes the files of saves that were killed or failed before Orbax committed them."""
     for left in directory.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(left, ignore_errors=True)
     for trial in directory.glob(".writable*"):

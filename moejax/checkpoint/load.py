@@ -1,4 +1,4 @@
-"""Reads a checkpoint's weights as NumPy arrays, by name: no device, no mesh, not all at once."""
+"""Reads a checkpoint's weights by name, as NumPy arrays, one at a time and without a device."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ from moejax.errors import InputError
 class Weights(Mapping[str, np.ndarray]):
     """The weights of a checkpoint: name -> array. An array is read when it is asked for.
 
-    Names are those of docs/formats/checkpoint.md, as `embedding.table`. Stacked layers are one
+    docs/formats/checkpoint.md has the names, such as `embedding.table`. Stacked layers are one
     array, the layer first. Selection biases of routers have the names of their routers.
 
     Attributes:
@@ -45,7 +45,7 @@ class Weights(Mapping[str, np.ndarray]):
         return f"<{len(self)} arrays of step {self.step} in {self.path}>"
 
     def part(self, name: str, *index: int | slice) -> np.ndarray:
-        """Returns array[index], of which only what is asked for is read: one layer, one expert."""
+        """Returns array[index] and reads only this part, such as one layer or one expert."""
         if name not in self._names:
             raise KeyError(name)
         return self._stored.read(name, index)
@@ -60,9 +60,9 @@ def load_checkpoint(
         weights["embedding.table"].shape
 
     Args:
-      path: a run directory, a checkpoint's directory, or what `moejax hf import` wrote.
+      path: a run directory, a checkpoint's directory, or the output of `moejax hf import`.
       step: a step of the run; None: the newest intact one.
-      verify: "full": all files have the digests of the manifest; "size": they have its sizes.
+      verify: "full" compares all files with the manifest's digests, "size" only their sizes.
 
     Raises:
       InputError: if there is no checkpoint, or it is damaged.

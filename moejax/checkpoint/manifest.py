@@ -18,7 +18,7 @@ FORMAT_VERSION = 3  # 1 had no digest of its own, 2 no digests of numbers
 MANIFEST = "moejax_manifest.json"
 MANIFEST_BYTES = 256 << 20  # at most; a line for each file, and two for each expert
 BLOCK = 4096  # bytes, of most file systems
-THREADS = 4  # take digests beside each other
+THREADS = 4  # compute digests in parallel
 # prefixes of files that operating systems leave
 LEFT_BY_SYSTEMS = (".nfs", ".DS_Store", "._")
 
@@ -34,7 +34,7 @@ def finished_steps(directory: Path) -> list[int]:
 
 
 def is_step(name: str) -> bool:
-    """Whether a directory's name is a step number."""
+    """Returns whether a directory's name is a step number."""
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
@@ -48,7 +48,7 @@ def write_manifest(
     """Records every file of a committed step; written beside, synced, then renamed into place.
 
     Args:
-      files: what `hash_files` gave in the processes; of other files it is taken here.
+      files: results of `hash_files` in the processes; other files are hashed here.
     """
     known = dict(files or {})
     names = _names(path)
@@ -171,9 +171,9 @@ def digest_of_pieces(sums: Iterable[int]) -> str:
 
 
 def weights_digest(manifest: dict[str, Any]) -> str:
-    """Returns a digest of a checkpoint's weights: of their numbers, where the manifest has it.
+    """Returns a digest of a checkpoint's weights: of their numbers, if the manifest has one.
 
-    Otherwise it is of the names, sizes and digests of the files, whose names are drawn.
+    Otherwise it is of the weights' files: names (which Orbax draws at random), sizes and digests.
     """
     if "numbers" in manifest:
         return str(manifest["numbers"])

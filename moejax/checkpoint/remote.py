@@ -1,9 +1,9 @@
 """Copies of finished checkpoints at a second place, such as a bucket of an object store.
 
-A run saves to its own directory; process 0 copies what is finished, in a thread of its own. An
-object store cannot rename: the manifest is written last, and a copy without one was never finished.
-A start takes a newer copy than its own checkpoints are, or one where they are all damaged, and
-verifies it as its own. Places are those of fsspec: s3://, gs:// and others.
+A run saves to its own directory; process 0 copies finished steps in a separate thread. An object
+store cannot rename: the manifest is written last, and a copy without one was never finished. A
+start fetches a copy that is newer than the run's own intact checkpoints, and verifies it as it
+verifies those. fsspec opens the places: s3://, gs:// and others.
 
 Orbax 0.12.8 cannot write to s3:// itself: its key-value stores know gs:// and files, and it takes
 s3:// for a relative path (`tensorstore_utils._build_ocdbt_kvstore_tspec`).
@@ -35,10 +35,10 @@ class Copies:
     """The copies of one run."""
 
     def __init__(self, place: str, *, keep: int):
-        """Takes where they are, and how many stay there.
+        """Opens a place for copies, where the newest `keep` copies stay.
 
         Raises:
-          InputError: if it is no place, or cannot be reached.
+          InputError: if the place is invalid, or cannot be reached.
         """
         self.place, self._keep = place, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
@@ -65,25 +65,25 @@ class Copies:
         self._files.rm_file(f"{self._root}/.writable")
 
     def _make_directory(self, path: str) -> None:
-        """Makes a directory where there are such: in an object store it would make a bucket."""
+        """Makes a directory, but not in an object store, where it would make a bucket."""
         if not STORES & set(self._files.protocol):
             self._files.makedirs(path, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """Returns the steps of which there is a finished copy, newest first."""
+        """Returns the steps that have a finished copy, newest first."""
         self._files.invalidate_cache()
         found = (Path(name).parent.name for name in self._files.glob(f"{self._root}/*/{MANIFEST}"))
         return sorted((int(name) for name in found if is_step(name)), reverse=True)
 
     def start(self, directory: Path) -> None:
-        """Starts to copy what is finished there and not copied yet, unless that is under way."""
+        """Starts to copy the finished steps that have no copy, unless copying is under way."""
         if self._pending is None:
             self._pending = self._thread.submit(self.copy_missing, directory)
 
     def finished(
         self, told: Callable[[list[int], str | None], None], *, wait: bool = False
     ) -> None:
-        """Tells of copies that ended: the steps, or the error. What failed is tried again later."""
+        """Reports ended copying: the steps, or the error. Failed copies are tried again later."""
         if self._pending is None or not (wait or self._pending.done()):
             return
         done, self._pending = self._pending, None
@@ -93,7 +93,7 @@ class Copies:
             told([], without_secrets(f"{type(error).__name__}: {error}").splitlines()[0])
 
     def close(self, directory: Path, told: Callable[[list[int], str | None], None]) -> None:
-        """Copies what is missing, and waits for it."""
+        """Copies the steps that have no copy, and waits for them."""
         self.finished(told, wait=True)
         self.start(directory)
         self.finished(told, wait=True)
@@ -133,14 +133,14 @@ class Copies:
         self._files.pipe_file(f"{self._root}/{step.name}/{MANIFEST}", own)
 
     def _with_directories(self, step: str, manifest: dict[str, Any]) -> list[str]:
-        """Makes the directories of files, where the place has such. Returns the files."""
+        """Makes the directories of a step's files (`_make_directory`). Returns the files."""
         names = list(manifest["files"])
         for parent in sorted({Path(name).parent.as_posix() for name in names}):
             self._make_directory(f"{self._root}/{step}/{parent}")
         return names
 
     def _remove(self, step: int) -> None:
-        # The manifest first: what is half removed is no copy any more.
+        # The manifest first: a half-removed copy must not count as finished.
         self._files.rm_file(f"{self._root}/{step}/{MANIFEST}")
         self._files.rm(f"{self._root}/{step}", recursive=True)
 
@@ -152,12 +152,13 @@ class Copies:
     ) -> list[str]:
         """Fetches the newest whole copy of a step after `than`. Returns notes.
 
-        It is verified in full before it has its name. What is damaged stays where it is.
+        It is verified in full before it gets its name. A damaged copy stays where it is.
 
         Args:
-          passed_over: says of a manifest whether its copy is none of the run's any more.
+          passed_over: tells from a manifest whether the run has gone back to before its step.
         Raises:
-          InputError: if there are such copies and none is whole: a run never begins anew silently.
+          InputError: if a copy cannot be read; or if `than` is None and all copies are damaged: a
+            run never begins anew silently.
         """
         notes: list[str] = []
         for step in self.steps():

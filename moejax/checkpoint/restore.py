@@ -1,7 +1,7 @@
-"""Takes a run up where its newest checkpoint left it; checks that need devices.
+"""Resumes a run from its newest checkpoint, with the checks that need devices.
 
-A checkpoint whose files are as they were written may still be of another step, or have other
-numbers than were saved. It is renamed to STEP.corrupt, and the step before it is tried.
+A checkpoint with intact files may still hold another step or other numbers than the saved ones. It
+is renamed to STEP.corrupt, and the step before it is tried.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ from moejax.step.train_step import TrainStep
 
 
 class Resumed(NamedTuple):
-    """A state that a run goes on from, and the entries of the manifest that came with it."""
+    """A state from which a run resumes, and the entries of its manifest."""
 
     state: TrainState
     facts: Mapping[str, Any]
 
 
-# Chooses among the checkpoints that are left. Returns one, something else, and notes.
+# Chooses among the remaining checkpoints. Returns one, a source of weights, and notes.
 Choose = Callable[[], tuple[Saved | None, Any, list[str]]]
 
 
@@ -58,14 +58,14 @@ def resume(
     console: Console,
     note: Callable[[str], None],
 ) -> Resumed | None:
-    """Returns the state of the newest checkpoint whose numbers are those that were saved.
+    """Returns the state of the newest checkpoint whose numbers equal the saved ones.
 
-    It is None where there is no checkpoint at first.
+    It is None if `saved` is None.
 
-    It precedes `Checkpoints`, whose manager remembers the steps that it finds at first.
+    Runs before `Checkpoints` is built: its manager remembers the steps that it finds then.
 
     Args:
-      note: is told of checkpoints that were set aside.
+      note: called with a line about each checkpoint that was set aside.
     Raises:
       InputError: if none remains.
     """
@@ -85,8 +85,8 @@ def resume(
             note(text)
     if found_one:
         raise InputError(
-            "no checkpoint of the run is left: the numbers of all differ from those that were "
-            "saved, so they were set aside. No run begins anew over them. Name another run_dir."
+            "no checkpoint of the run is left: the numbers of all differ from the saved "
+            "ones, so they were set aside. No run begins anew over them. Name another run_dir."
         )
     return None
 
@@ -97,8 +97,8 @@ def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:
     valid = same_reduction(saved.manifest, train_step)
     if not valid and remembers(saved.manifest):
         console.print(
-            "warning: mesh or compression differ from the checkpoint's: what codecs had not "
-            "sent yet is dropped",
+            "warning: mesh or compression differ from the checkpoint's: the codecs' "
+            "state is dropped",
             soft_wrap=True,
         )
     return restore_state(saved, train_step.abstract, reduction=valid)

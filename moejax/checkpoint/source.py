@@ -1,4 +1,4 @@
-"""What a run begins with: another run's checkpoint, or a folder of safetensors files."""
+"""The source of a run's first weights: another run's checkpoint, or a safetensors folder."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ Source = Saved | FolderSource
 
 
 def find_source(cfg: Config, verify: str, processes: Processes = ALONE) -> Source | None:
-    """Returns what `checkpoint.init_from` names, if anything. Touches no device.
+    """Returns the source that `checkpoint.init_from` names, if any. Touches no device.
 
     Raises:
       InputError: if it is missing or damaged, or is of another model.
@@ -70,7 +70,7 @@ def take_weights(
     Args:
       abstract: shapes, dtypes and shardings of the state.
     """
-    # Not held beside those that come.
+    # Frees them before the source's weights are loaded.
     jax.tree.map(lambda x: x.delete(), (state.params, state.router_bias))
     params, router_bias = read_weights(source, abstract, processes)
     return state._replace(params=params, router_bias=router_bias)
@@ -82,10 +82,10 @@ def read_weights(
     """Returns all weights of the source, and its selection biases.
 
     Args:
-      abstract: the state of the run that takes them, which decides shardings and dtypes. Weights
-        are those that it freezes, or else its parameters.
+      abstract: state of the run that takes them; it decides shardings and dtypes. Reads `frozen`
+        for LoRA runs, otherwise `params`.
     Raises:
-      InputError: if a checkpoint's numbers are not those that were saved.
+      InputError: if a checkpoint's numbers differ from the saved ones.
     """
     params = abstract.params if abstract.frozen is None else abstract.frozen
     if isinstance(source, Saved):
@@ -99,7 +99,7 @@ def read_weights(
 
 
 def base_of(cfg: Config, source: Source | None) -> dict[str, str] | None:
-    """Returns what identifies the frozen weights; None if all weights are trained."""
+    """Returns the path and digest of the frozen weights; None if all weights are trained."""
     if cfg.lora.rank is None:
         return None
     assert source is not None, "choose_checkpoint refuses adapters without weights"
@@ -114,10 +114,11 @@ def frozen_source(
     """Returns the frozen weights of a checkpoint with adapters; None if it has all weights.
 
     Args:
-      cfg: of the checkpoint.
-      named: where they are; None: where the adapters' run had them.
+      cfg: config of the checkpoint.
+      named: directory of the weights; None for the one that the adapters' run used.
     Raises:
-      InputError: if they are missing or damaged, or others than those of the run.
+      InputError: if they are missing, damaged or not the ones that the adapters were trained on;
+        or if `named` has no effect.
     """
     if cfg.lora.rank is None:
         if named is None:

@@ -1,7 +1,7 @@
-"""Checks that restored numbers are those that were saved, by the digests in a manifest.
+"""Compares restored numbers with the saved ones, by the digests in a manifest.
 
-Files were verified before (`checkpoint.find`). This compares what is on the devices now with what
-was there at the save, so it also finds a wrong write, and a wrong restore.
+Files were verified before (`checkpoint.find`). This compares the numbers on the devices now with
+those at the save, so it also finds a wrong write, and a wrong restore.
 """
 
 import math
@@ -23,7 +23,7 @@ from moejax.step.state import TrainState
 def wrong_numbers(
     manifest: Mapping[str, Any], arrays: Mapping[str, jax.Array], processes: Processes
 ) -> str | None:
-    """Returns what differs from the saved numbers, in words; None if nothing does.
+    """Describes differences from the saved numbers; None if there are none.
 
     All processes call it, and return the same. Formats before 3 have no digests, nor have imports;
     numbers that were cast on the way are not compared.
@@ -41,22 +41,22 @@ def wrong_numbers(
 
 
 def restore_weights(saved: Saved, abstract: TrainState, processes: Processes) -> dict[str, Any]:
-    """Reads the item `weights` of a checkpoint, shaped and sharded like that of `abstract`.
+    """Reads the item `weights` of a checkpoint, shaped and sharded like the weights of `abstract`.
 
     Raises:
-      InputError: in all processes, if numbers are not those that were saved.
+      InputError: in all processes, if numbers differ from the saved ones.
     """
     weights = restore_items(saved.path, abstract, ("weights",))["weights"]
     wrong = wrong_numbers(saved.manifest, by_key({"weights": flat(weights)}), processes)
     if wrong is not None:
         raise InputError(
-            f"checkpoint is damaged. {saved.path}: {wrong}. Restored numbers must be those that "
-            f"were saved. Copy it again, or name an older step."
+            f"checkpoint is damaged. {saved.path}: {wrong}. Restored numbers must equal the saved "
+            f"ones. Copy it again, or name an older step."
         )
     return weights
 
 
-SHOWN = 4  # differences, and arrays of one, that a message names
+SHOWN = 4  # at most, differences in a message, and arrays of one difference
 BLOCK = re.compile(r"groups\.(\d+)\.blocks\.(\d+)\.")
 
 
@@ -64,8 +64,8 @@ class Cell(NamedTuple):
     """A layer, or an expert of a layer, of one array.
 
     Attributes:
-      key: the array's.
-      at: along the dimensions of cells.
+      key: key of the array.
+      at: index along the dimensions of cells.
     """
 
     key: str
@@ -73,9 +73,9 @@ class Cell(NamedTuple):
 
 
 def differences(saved: Mapping[str, ArrayDigests], found: Mapping[str, ArrayDigests]) -> list[str]:
-    """Returns what differs in words, one text a difference.
+    """Returns a text for each difference.
 
-    Arrays that only one side has are not compared, nor are those of another dtype.
+    Arrays that only one side has, or whose dtypes differ, are not compared.
     """
     keys = [key for key in found if key in saved and saved[key].dtype == found[key].dtype]
     wrong = [
@@ -109,7 +109,7 @@ def _kind(digests: ArrayDigests, cell: Cell) -> Kind:
 
 
 def _origins(saved: Mapping[str, ArrayDigests], kinds: set[Kind]) -> dict[tuple[Kind, str], Cell]:
-    """Returns by digest the first cell that had it when the state was saved."""
+    """Returns for each kind and digest the first cell that had it in the saved state."""
     origins: dict[tuple[Kind, str], Cell] = {}
     for key, digests in saved.items():
         kind = (digests.dtype, digests.shape[digests.cells.ndim :])
@@ -142,7 +142,7 @@ class _Naming:
         found: Mapping[str, ArrayDigests],
         origins: Mapping[tuple[Kind, str], Cell],
     ) -> tuple[str, list[str]]:
-        """Returns what happened to a cell, with a hole for the arrays, and their names."""
+        """Returns a text about a cell's change, with `{}` for the arrays, and the arrays' names."""
         now, was = str(found[cell.key].cells[cell.at]), str(saved[cell.key].cells[cell.at])
         kind, name = _kind(saved[cell.key], cell), _name(cell.key)
         if now == digest_of_zeros(math.prod(kind[1])):

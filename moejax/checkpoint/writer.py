@@ -44,17 +44,17 @@ from moejax.step.state import Reduction, TrainState
 
 
 def check_written(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks, before a manifest calls it whole, that a written step has all of its arrays.
+    """Checks that a written step has all of its arrays, before it gets a manifest.
 
     Args:
-      shapes: of the arrays, by ITEM/KEY.
+      shapes: shape of each array, by ITEM/KEY.
     Raises:
       RunError: if it lacks some.
     """
     if (missing := missing_in(step, shapes)) is not None:
         raise RunError(
             f"a checkpoint was written and cannot be read back. {step}: {missing}. It gets no "
-            f"manifest, so nothing takes it for whole; those before it are. Look at the file "
+            f"manifest, so no start uses it; earlier checkpoints stay. Look at the file "
             f"system, and run the same command again."
         )
 
@@ -69,7 +69,7 @@ def commit(step: Path, facts: Mapping[str, Any], sums: DeviceSums, processes: Pr
     Args:
       step: its directory.
       facts: entries of the manifest.
-      sums: of the numbers of the state that was saved.
+      sums: sums of the saved state's numbers.
     Raises:
       OtherProcessError: in process 0, if another process failed.
     """
@@ -103,7 +103,7 @@ def _name(step: Path, index: int) -> str:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Removes steps that are older than the newest `keep` whole ones.
+    """Removes steps that are older than the newest `keep` complete ones.
 
     A step counts as complete if its manifest verifies and all file sizes match. Others stay: the
     next start looks at them again and sets them aside.
@@ -127,7 +127,7 @@ def _is_whole(path: Path) -> bool:
 
 
 # A year: `watchdog.save_s` says how long a save may take. Orbax would end one after 20 minutes, and
-# by the wall clock (orbax 0.12), so also when that is set to another hour.
+# by the wall clock (orbax 0.12), so also when the clock is set forward.
 SAVE_TIMEOUT_S = 365 * 24 * 3600
 ITEMS = ("counters", "weights", "optimizer", "reduction")
 
@@ -148,10 +148,10 @@ class Checkpoints:
         """Takes the processes that save together into one shared directory.
 
         Args:
-          keep: how many whole steps stay.
+          keep: how many complete steps stay.
           failed: told the step and the error of a save that failed, before it is raised.
-          copies: where finished steps are copied to; in process 0.
-          copied: told the steps that were copied, or why they were not: that ends no run.
+          copies: destination of copies of finished steps; only in process 0.
+          copied: told the copied steps, or the error of a copy, which does not end the run.
         """
         self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
         self._failed, self.copies, self._copied = failed, copies, copied
@@ -220,12 +220,12 @@ class Checkpoints:
         return step
 
     def reload(self) -> None:
-        """Looks again which steps there are, after some were renamed. All processes call it."""
+        """Lists the steps anew, after some were renamed. All processes call it."""
         self._manager.reload()
 
     @contextmanager
     def _telling(self, step: int) -> Iterator[None]:
-        """Tells the error of a save at once, not only at the end of the run."""
+        """Reports the error of a save at once, not only at the end of the run."""
         try:
             yield
         except Exception as error:
@@ -296,7 +296,7 @@ def join_orbax(processes: Processes) -> None:
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """Returns the parts of the state that are stored apart, so that weights can be read alone.
+    """Returns the state's items. They are stored apart, so that weights can be read alone.
 
     The keys are part of the file format.
     """
@@ -315,7 +315,7 @@ def _items(state: TrainState) -> dict[str, Any]:
 
 
 def _save_args(leaves: dict[str, Any]) -> Any:
-    """Returns what Orbax is told about an item."""
+    """Returns Orbax's arguments to save an item."""
     cut = {
         key: ocp.SaveArgs(chunk_byte_size=PIECE_BYTES, shard_axes=apart(key, x.ndim))
         for key, x in leaves.items()
@@ -340,7 +340,7 @@ def arrays_of(state: TrainState) -> dict[str, jax.Array]:
 
 
 def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> dict[str, Any]:
-    """Reads some items of a checkpoint, shaped and sharded like those of `abstract`."""
+    """Reads some items of a checkpoint, shaped and sharded like the items of `abstract`."""
     wanted = {name: tree for name, tree in _items(abstract).items() if name in names}
     handler = ocp.CompositeCheckpointHandler()
     args = {name: ocp.args.StandardRestore(flat(tree)) for name, tree in wanted.items()}
@@ -367,7 +367,7 @@ def restore_state(saved: Saved, abstract: TrainState, *, reduction: bool = True)
 def state_of(
     arrays: Mapping[str, jax.Array], abstract: TrainState, *, reduction: bool = True
 ) -> TrainState:
-    """Returns the state that has these arrays (`arrays_of`), as `restore_state` does."""
+    """Returns the state with these arrays (`arrays_of`), in the form of `restore_state`."""
     read = {
         name: jax.tree.unflatten(
             jax.tree.structure(tree), [arrays[f"{name}/{key}"] for key in flat(tree)]
@@ -409,11 +409,11 @@ def save_written(
     Args:
       step: its directory, named by the step's number; made here.
       items: arrays by item.
-      stores: what `PieceWriter` wrote of them, in a directory for each item and in it one for each
-        process (`store_of`). It moves into the checkpoint.
+      stores: directory of the output of `PieceWriter`: a folder for each item, and in it one for
+        each process (`store_of`). The output moves into the checkpoint.
       facts: entries of the manifest.
     Raises:
-      RunError: in process 0, if not all of them are there then.
+      RunError: in process 0, if the written checkpoint lacks arrays.
     """
     handlers, args = {}, {}
     for name, arrays in items.items():
@@ -443,7 +443,7 @@ class _Written(ocp.type_handlers.TypeHandler):
         return "jax.Array"
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-        """Moves what this process wrote of an item to where Orbax merges it."""
+        """Moves this process's part of an item to the directory that Orbax merges."""
 
         async def move() -> None:
             for info in infos:
@@ -454,9 +454,9 @@ class _Written(ocp.type_handlers.TypeHandler):
         return [future.CommitFutureAwaitingContractedSignals(move())]
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        """Is never asked for: a restore uses Orbax's own handlers."""
+        """Is never called: a restore uses Orbax's own handlers."""
         raise NotImplementedError
 
     async def metadata(self, infos: Any) -> Any:
-        """Is never asked for, as `deserialize`."""
+        """Is never called, like `deserialize`."""
         raise NotImplementedError

@@ -45,7 +45,7 @@ def opened(jaxpr: Any) -> Any:
 
 
 def communicates(jaxpr: Any) -> bool:
-    """Whether a jaxpr issues a collective, however deep inside."""
+    """Returns whether a jaxpr issues a collective, at any depth."""
     return any(
         eqn.primitive.name in KINDS or any(map(communicates, inner_jaxprs(eqn)))
         for eqn in opened(jaxpr).eqns

@@ -12,20 +12,20 @@ from moejax.config.fields import fields, one_line
 from moejax.config.files import named_configs
 from moejax.errors import located
 
-# What argparse says.
+# Messages of argparse.
 UNKNOWN = "unrecognized arguments: "
 CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses flags. An error is one line that names what was meant; the process exits with 2."""
+    """Parses flags. An error is one line with a suggestion; the process exits with 2."""
 
     def __init__(self, *args: Any, **options: Any):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(*args, **{"formatter_class": formatter, **options})
 
     def format_usage(self) -> str:
-        """Returns one line: what must be given. The flags are listed below it."""
+        """Returns one line with the required arguments. The flags are listed below it."""
         return f"usage: {' '.join((self.prog, *self._needed(), '[flags]'))}\n"
 
     def format_help(self) -> str:
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         return located(super().format_help())
 
     def _needed(self) -> Iterable[str]:
-        """Yields the words that must be given, as the help shows them."""
+        """Yields the required arguments, as the help shows them."""
         grouped = [group for group in self._mutually_exclusive_groups if group.required]
         for group in grouped:
             yield f"({' | '.join(_shown(action) for action in group._group_actions)})"
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def _meant(self, word: str) -> str:
-        """Says what a word that is no flag of the command was meant to be."""
+        """Returns a suggestion for a word that is no flag of the command."""
         name, equals, value = word.partition("=")
         known = [option for action in self._actions for option in action.option_strings]
         if "--config.FIELD" in known:
@@ -84,14 +84,14 @@ def _shown(action: argparse.Action) -> str:
 
 
 def _setting(name: str) -> str | None:
-    """Returns the setting of a dotted name, or of its last part alone: if in doubt, train's."""
+    """Returns the setting with this dotted name or last part; if several, the one of `train`."""
     ends = [known for known in fields() if known == name or known.endswith(f".{name}")]
     likely = [known for known in (name, f"train.{name}") if known in ends]
     return likely[0] if likely else ends[0] if len(ends) == 1 else None
 
 
 def _choice(message: str) -> str:
-    """Returns argparse's message about a choice in the house's form."""
+    """Returns argparse's message about a choice in moejax's form."""
     found = CHOICE.fullmatch(message)
     assert found is not None
     flag, seen, choices = found[1], found[2], found[3].replace("'", "")

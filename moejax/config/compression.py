@@ -7,9 +7,9 @@ A class has one codec, or several with the step from which each applies:
     int4,int8@1000,bfloat16@5000    errors that shrink along training
     adaptive:0.9:int8|int4|topk:0.1 the strongest that keeps 0.9 of the gradient's squared norm
 
-A codec is NAME[:ARGUMENT][+feedback][+stochastic]. `comm.codecs.build` describes them and their
-errors. Nothing is compressed inside a node; the router, its metadata, the weights of its choices,
-the loss and the optimizer state are compressed nowhere. Nothing here imports JAX.
+A codec is NAME[:ARGUMENT][+feedback][+stochastic]. `comm.codecs` describes them and their errors.
+Nothing is compressed inside a node; the router, its metadata, the weights of its choices, the loss
+and the optimizer state are never compressed. Nothing here imports JAX.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class Compression:
 
     Attributes:
       stages: (first step, codecs); the first stage starts at step 0.
-      start_layer: gradients of the first so many blocks are not compressed.
+      start_layer: number of first blocks whose gradients are not compressed.
       adapt_every: steps between choices of adaptive codecs.
     """
 
@@ -114,7 +114,7 @@ class Compression:
 
     @property
     def adaptive(self) -> bool:
-        """Whether some codec is adaptive."""
+        """True if some codec is adaptive."""
         return any(spec.levels for kind in GRADIENTS for spec in self.all_of(kind))
 
     def at(self, step: int, levels: tuple[int, int] = (0, 0)) -> Codecs:
@@ -134,7 +134,7 @@ class Compression:
         return codecs
 
     def without(self, kinds: Iterable[str]) -> "Compression":
-        """Returns the same codecs without those of some classes."""
+        """Returns the same codecs, but none for the given classes."""
         none = dict.fromkeys(kinds)
         stages = tuple(
             (start, dataclasses.replace(codecs, **none)) for start, codecs in self.stages

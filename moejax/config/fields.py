@@ -110,7 +110,7 @@ def _walk_sections(kind: type, prefix: str) -> Iterator[tuple[str, type]]:
 
 
 def _split_optional(hint: Any) -> tuple[type, bool, type]:
-    """Returns a setting's plain type, whether it allows None, and what a list holds."""
+    """Returns a setting's plain type, whether it allows None, and the type of a list's items."""
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     (plain,) = (part for part in parts if part is not types.NoneType)
     kind = typing.get_origin(plain) or plain
@@ -146,7 +146,7 @@ def find_field(name: str) -> Field:
 def _suggest(name: str) -> str:
     """Names the closest setting; the last part of the name weighs as much as the whole.
 
-    One whose last part has it as a word comes before one that is only spelt like it:
+    A name whose last part contains it as a word comes before one that is only spelt like it:
     `checkpoint.every` is `checkpoint.save_every` rather than `checkpoint.verify`.
     """
     wanted = name.split(".")[-1]

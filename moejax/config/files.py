@@ -45,7 +45,7 @@ def named_configs() -> dict[str, Path]:
 
 
 def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
-    """Returns what the config file sets, in its order. A bare name is a config of moejax.
+    """Returns the config file's entries, in order. A bare name is a config of moejax.
 
     Raises:
       InputError: for a missing file, an unknown kind of file, or a syntax error (with its line).
@@ -204,7 +204,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str, shown: str) -> list[Entry]:
-    """Returns what a YAML text sets; errors name it as `shown`, with the line."""
+    """Returns the entries of a YAML text; errors name it as `shown`, with the line."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()

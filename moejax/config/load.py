@@ -1,4 +1,4 @@
-"""Config files, overrides and dictionaries to one frozen `Config`, and back.
+"""Turns config files, overrides and dictionaries into one frozen `Config`, and back.
 
 Every way in ends at `from_dict`'s check: unknown names and values of a wrong type or range raise
 `InputError`. Rules between fields are in `moejax.config.checks`, which the commands call next.
@@ -66,8 +66,8 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
       path: a local file.
       overrides: texts such as `train.num_steps=5`, with or without `--config.` in front; later
         ones win over earlier ones and over the file.
-    An override `plan=auto` asks for a new plan, so what the file holds for one cluster is left to
-    the planner (`load_with_notes`).
+    An override `plan=auto` asks for a new plan: the file's settings for its own cluster are then
+    left to the planner (`load_with_notes`).
 
     Raises:
       InputError: the file cannot be read, or a field is unknown or has a wrong value.
@@ -78,10 +78,10 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 def load_with_notes(
     path: str | os.PathLike[str], overrides: Iterable[str] = (), free: Collection[str] = ()
 ) -> tuple[Config, list[str]]:
-    """Reads a config file as `load_config`, and says what a planner may and may not change of it.
+    """Reads a config file as `load_config`, with notes on settings that a planner may change.
 
-    If an override asks for a plan and the file does not, the mesh and the rest that the file sets
-    (`ANSWER`) belong to another plan, and go back to their defaults; `plan.keep` keeps some.
+    If an override asks for a plan and the file does not, the file's mesh and other settings of
+    `ANSWER` belong to another plan. They go back to their defaults, except those in `plan.keep`.
     Overrides are pinned, also where they repeat a default.
 
     Args:
@@ -120,7 +120,7 @@ def _of_another_plan(
 
 
 def keep_given(cfg: Config, given: Mapping[str, Any]) -> Config:
-    """Returns the config with overrides pinned that repeat a default, if a plan is asked for."""
+    """Returns the config; if it asks for a plan, overrides that repeat a default are pinned."""
     names = [name for name in given if name in CHOSEN and name not in by_hand(cfg)]
     if cfg.plan.mode != "auto" or not names:
         return cfg
@@ -140,7 +140,7 @@ def _freed_notes(freed: Mapping[str, Any], given: Mapping[str, Any]) -> list[str
 
 
 def pin_notes(cfg: Config, given: Mapping[str, Any]) -> list[str]:
-    """Returns a line about what a search must not change, if there is anything.
+    """Returns a line about the settings that a search must not change, if there are any.
 
     Args:
       given: overrides by name; other settings are the file's.

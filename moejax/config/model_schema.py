@@ -30,10 +30,10 @@ class RopeConfig:
         1.0, "yarn: dims with fewer rotations than this are stretched", above=0
     )
     truncate: bool = setting(
-        True, "yarn: the range between them is widened to whole channel pairs (gpt-oss: false)"
+        True, "yarn: the range between the betas is widened to whole channel pairs (gpt-oss: false)"
     )
     attention_factor: float | None = setting(
-        None, "yarn: factor of cos and sin; none: 0.1 ln(factor) + 1, or that of mscale", above=0
+        None, "yarn: factor of cos and sin; none: 0.1 ln(factor) + 1, or from mscale", above=0
     )
     mscale: float | None = setting(
         None,
@@ -74,31 +74,31 @@ class ModelConfig:
     value_width: int | None = setting(
         None, "channels of a value's head (latent attention); none: head_width", at_least=1
     )
-    mlp_hidden: int = setting(384, "F of dense (non-expert) blocks", at_least=1)
+    mlp_hidden: int = setting(384, "F: hidden width of a dense MLP", at_least=1)
     first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
     layers_before_stages: int = setting(
         0,
-        "blocks after those that pipeline stages do not share, so that the rest divides by them; "
-        "a group of its own in checkpoints",
+        "blocks after first_dense_layers that run outside of pipeline stages, so that the rest "
+        "divides by the stages; a group of its own in checkpoints",
         at_least=0,
     )
     stage_chunks: int = setting(
         1,
-        "equal parts of the layers behind those, each shared by all pipeline stages: a micro-batch "
-        "visits a stage so often (interleaved stages); groups of their own in checkpoints",
+        "virtual stages per pipeline stage (interleaved schedule): equal chunks of the remaining "
+        "layers, each spread over all stages; groups of their own in checkpoints",
         at_least=1,
     )
     moe_every: int | None = setting(
-        1, "after those, each n-th block has experts; none: dense model", at_least=1
+        1, "each n-th block after first_dense_layers has experts; none: dense model", at_least=1
     )
     layer_mlps: tuple[str, ...] = setting(
         (),
-        "each block's MLP, where first_dense_layers and moe_every do not say it; a text a layer",
+        "MLP of each layer, as a list, if first_dense_layers and moe_every cannot express it",
         choices=("dense", "experts"),
     )
     activation: str = setting(
         "swiglu",
-        "of MLPs and experts; clamped_swiglu: gate and up are clamped (gpt-oss)",
+        "activation of MLPs and experts; clamped_swiglu clamps gate and up (gpt-oss)",
         choices=("swiglu", "clamped_swiglu"),
     )
     activation_limit: float = setting(
@@ -115,17 +115,17 @@ class ModelConfig:
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
     attention_output_bias: bool = setting(False, "bias on the output projection of attention")
     attention_sinks: bool = setting(
-        False, "a learned logit a head, which takes part in its softmax and has no value (gpt-oss)"
+        False, "a learned logit per head in its softmax, without a value (gpt-oss)"
     )
     sliding_window: int | None = setting(
-        None, "positions a query sees back, itself included", at_least=1
+        None, "positions that a query attends to, its own and earlier ones; none: all", at_least=1
     )
     full_attention_every: int | None = setting(
-        None, "each n-th block sees back without the window (gpt-oss: 2)", at_least=2
+        None, "each n-th block attends without the window (gpt-oss: 2)", at_least=2
     )
     layer_attention: tuple[str, ...] = setting(
         (),
-        "what each block sees, where full_attention_every does not say it; a text a layer",
+        "attention of each layer, as a list, if full_attention_every cannot express it",
         choices=("window", "full"),
     )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
@@ -135,7 +135,7 @@ class ModelConfig:
     )
     remat: str = setting(
         "none",
-        "what backward recomputes: see docs/architecture.md; the last four send no token again",
+        "values that backward recomputes (docs/architecture.md); the last four send no token again",
         choices=(
             "none",
             "full",
@@ -153,7 +153,7 @@ class ModelConfig:
 
     @property
     def is_latent(self) -> bool:
-        """Whether keys and values come from a latent."""
+        """True if keys and values come from a latent."""
         return self.attention == "latent"
 
     @property
@@ -173,12 +173,12 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any block has experts."""
+        """True if any block has experts."""
         return bool(self.layer_mlps) or self.moe_every is not None
 
     @property
     def expert_layers(self) -> int:
-        """Number of blocks with experts, without that of `predict_ahead`."""
+        """Number of blocks with experts, without the block of `predict_ahead`."""
         if self.layer_mlps:
             return self.layer_mlps.count("experts")
         if self.moe_every is None:
@@ -187,7 +187,7 @@ class ModelConfig:
 
     @property
     def ends_in_experts(self) -> bool:
-        """Whether the last block has experts; that of `predict_ahead` is like it."""
+        """True if the last block has experts; the block of `predict_ahead` is like it."""
         if self.layer_mlps:
             return self.layer_mlps[-1] == "experts"
         if self.moe_every is None:
@@ -196,12 +196,12 @@ class ModelConfig:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, with that of `predict_ahead`."""
+        """Number of blocks, with the block of `predict_ahead`."""
         return self.num_layers + self.predict_ahead
 
     @property
     def has_dense_blocks(self) -> bool:
-        """Whether any block has a dense MLP."""
+        """True if any block has a dense MLP."""
         if self.layer_mlps:
             return "dense" in self.layer_mlps
         return self.moe_every != 1 or self.first_dense_layers > 0
@@ -209,7 +209,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How a token chooses its experts."""
+    """The choice of a token's experts."""
 
     score: str = setting(
         "softmax", "turns router logits into scores", choices=("softmax", "sigmoid")
@@ -264,14 +264,14 @@ class MoEConfig:
     expert_bias: bool = setting(False, "biases of the experts' two products (gpt-oss)")
     capacity_factor: float | None = setting(
         None,
-        "none: dropless; else capacity of an expert over the balanced number of rows; the rest is "
-        "dropped",
+        "none: dropless; else most rows from a device to an expert, over the balanced number; "
+        "further rows are dropped",
         above=0,
     )
     headroom: float = setting(
         1.25,
-        "rows that a bucket holds without a capacity, over the balanced number; rows above it go "
-        "in rounds",
+        "dropless: rows that a bucket holds, over the balanced number; further rows go in overflow "
+        "rounds",
         at_least=1.0,
     )
     implementation: str = setting(

@@ -54,7 +54,7 @@ def layer_attention(cfg: ModelConfig) -> tuple[str, ...]:
 
 
 def shortest(cfg: ModelConfig) -> dict[str, Any]:
-    """Returns the shortest settings that say the same blocks, by name: a table only if it must be.
+    """Returns the shortest settings for the same blocks, by name: a table only if needed.
 
     Equal blocks have equal settings, so that models can be compared.
     """
@@ -69,7 +69,7 @@ def shortest_mlps(mlps: tuple[str, ...]) -> dict[str, Any]:
     if not places:
         return {"first_dense_layers": 0, "moe_every": None, "layer_mlps": ()}
     first = places[0]
-    # An only one is the last, or of a pattern that begins at the start and comes once.
+    # A single one is the last block, or ends a pattern that begins at the start and comes once.
     second = places[1] if len(places) > 1 else first + 1 if first == layers - 1 else 2 * first + 1
     every = second - first
     dense = first - every + 1
@@ -79,7 +79,7 @@ def shortest_mlps(mlps: tuple[str, ...]) -> dict[str, Any]:
 
 
 def shortest_attention(sees: tuple[str, ...], window: int | None) -> dict[str, Any]:
-    """Returns the shortest settings of blocks that see a "window", or in "full" what was before."""
+    """Returns the shortest settings of blocks with "window" or "full" attention."""
     if window is None or "window" not in sees:
         return {"sliding_window": None, "full_attention_every": None, "layer_attention": ()}
     places = [index for index, seen in enumerate(sees) if seen == "full"]
@@ -95,9 +95,9 @@ def shortest_attention(sees: tuple[str, ...], window: int | None) -> dict[str, A
 def layer_groups(cfg: ModelConfig, *, stacked: bool = True) -> list[Group]:
     """Returns the blocks as (pattern, repeats): each pattern is scanned `repeats` times.
 
-    The dense blocks at the start, those before pipeline stages, and each of the stages' chunks are
-    groups of their own. A pattern is as long as both kinds take to repeat: that of MLPs `moe_every`
-    blocks, that of windows `full_attention_every`. With a table of layers repeats are searched for.
+    The dense blocks at the start, the blocks before pipeline stages, and each of the stages' chunks
+    are groups of their own. A pattern is as long as MLPs (`moe_every` blocks) and windows
+    (`full_attention_every` blocks) take to repeat. In a table of layers, repeats are searched for.
 
     Args:
       stacked: False makes each repeat a group of its own.
@@ -132,12 +132,12 @@ def _groups(kinds: list[BlockKind], length: int) -> list[Group]:
 
 @functools.lru_cache(maxsize=64)
 def _repeats(kinds: tuple[BlockKind, ...]) -> tuple[Group, ...]:
-    """Cuts blocks into repeating patterns, of which all together have the fewest blocks.
+    """Cuts blocks into repeating patterns with as few blocks in total as possible.
 
-    That many blocks are compiled. Patterns have `LONGEST` blocks at most, and repeat as often as
-    they can, or once less. Of equal cuts it is the one with the fewest groups, then that with the
-    shortest first pattern, then the fewest repeats of it. Checkpoints have these groups: another
-    choice is a new format.
+    Each block of a pattern is compiled once. Patterns have `LONGEST` blocks at most, and repeat as
+    often as they can, or once less. Ties go to the fewest groups, then to the shortest first
+    pattern, then to its fewest repeats. Checkpoints have these groups: another choice is a new
+    format.
     """
     count = len(kinds)
     # From each block on: blocks of all patterns, groups, and the first pattern and its repeats.

@@ -13,7 +13,7 @@ from moejax.config.model_schema import ModelConfig, MoEConfig, RopeConfig, Route
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps are profiled, into run_dir/profile."""
+    """Profile of some steps, written to run_dir/profile."""
 
     start_step: int | None = setting(
         None, "first step of the profile; none: no profile", at_least=1
@@ -23,10 +23,10 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class TrackConfig:
-    """Who else is told the metrics, by process 0, beside metrics.jsonl and TensorBoard."""
+    """Trackers to which process 0 sends metrics, beside metrics.jsonl and TensorBoard."""
 
-    wandb: str | None = setting(None, "project of Weights & Biases; none: it is not told")
-    mlflow: str | None = setting(None, "experiment of MLflow; none: it is not told")
+    wandb: str | None = setting(None, "project of Weights & Biases; none: not used")
+    mlflow: str | None = setting(None, "experiment of MLflow; none: not used")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CheckpointConfig:
         3, "newest checkpoints to keep; a run keeps at least 2, one to fall back to"
     )
     copy_to: str | None = setting(
-        None, "second place of finished checkpoints, such as s3://bucket/run; none: no copies"
+        None, "place to copy finished checkpoints to, such as s3://bucket/run; none: no copies"
     )
     memory_every: int | None = setting(
         None,
@@ -50,9 +50,13 @@ class CheckpointConfig:
     )
     memory_dir: str = setting("/dev/shm", "folder of these copies, of a file system in memory")
     init_from: str | None = setting(None, "checkpoint directory to take weights from at step 0")
-    verify: str = setting("full", "what is checked before a restore", choices=("full", "size"))
+    verify: str = setting(
+        "full",
+        "check before a restore: digests of files (full), or their sizes",
+        choices=("full", "size"),
+    )
     allow_changed_data: bool = setting(
-        False, "go on although the data are not those that the checkpoint was trained on"
+        False, "resume although the data differ from the checkpoint's"
     )
 
 
@@ -99,16 +103,14 @@ class MeshConfig:
     """Devices and how the program is spread over them."""
 
     replica: int | None = setting(
-        1, "copies of the whole model; none: what the other axes leave", at_least=1
+        1, "copies of the whole model; none: as many as the other axes leave", at_least=1
     )
     fsdp: int = setting(1, "weights sharded, gathered on use", at_least=1)
     expert: int = setting(
         1, "experts spread over these devices (tokens and dense weights too)", at_least=1
     )
     tensor: int = setting(1, "heads and hidden width spread over these devices", at_least=1)
-    stage: int = setting(
-        1, "layers spread over these devices, which pass micro-batches on", at_least=1
-    )
+    stage: int = setting(1, "pipeline stages: layers spread over these devices", at_least=1)
     schedule: str = setting(
         "1f1b",
         "order of micro-batches in stages, which keep 2 x stages of them: 1f1b; combined_1f1b "
@@ -122,8 +124,8 @@ class MeshConfig:
     )
     stage_slices: int = setting(
         1,
-        "slices of a micro-batch's positions that follow one another through stages; experts' "
-        "balance is counted over one",
+        "slices of a micro-batch's positions that follow one another through stages; load balance "
+        "is counted per slice",
         at_least=1,
     )
     activations: str = setting(
@@ -133,7 +135,8 @@ class MeshConfig:
     )
     expert_weights: str = setting(
         "hidden",
-        "hidden over tensor; folded: experts over (expert, tensor); whole: a copy a tensor rank",
+        "hidden: hidden width over tensor; folded: experts over (expert, tensor); whole: a copy on "
+        "each tensor rank",
         choices=("hidden", "folded", "whole"),
     )
     gather_dense: str = setting(
@@ -143,17 +146,17 @@ class MeshConfig:
     )
     gather_across: str = setting(
         "flat",
-        "weights sharded across nodes: flat, one gather over all; or across nodes first, then "
-        "inside, at each use; across once for both passes; or across once a step",
+        "gather of weights sharded across nodes; flat: in one; else across nodes first, then "
+        "inside: across at each use, once for both passes, or once a step",
         choices=("flat", "use", "passes", "step"),
     )
     nodes: int | None = setting(
         None,
-        "nodes that slow links join, equally many devices each; none: as many as processes",
+        "number of equal nodes, joined by slow links; none: as many as processes",
         at_least=1,
     )
     platform: str | None = setting(
-        None, "none: what JAX finds first", choices=("cpu", "gpu", "tpu")
+        None, "none: the first that JAX finds", choices=("cpu", "gpu", "tpu")
     )
     simulated_devices: int | None = setting(
         None, "CPU devices to simulate, over all processes of the program", at_least=1
@@ -162,11 +165,11 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Token files, and the order in which they are read."""
 
     source: str = setting(
         "stdlib",
-        "stdlib: the text of Python's own library; else files that moejax prepare made",
+        "stdlib: the text of Python's own library; else files of moejax prepare",
         choices=("stdlib", "tokens", "array_record"),
     )
     train_files: tuple[str, ...] = setting(
@@ -179,7 +182,7 @@ class DataConfig:
     isolate_documents: bool = setting(True, "attention stays inside a document")
     train_weights: tuple[float, ...] = setting(
         (),
-        "share of the sequences that each entry of train_files gives, whatever its size, such as "
+        "weight of each entry of train_files in the mix of sequences, whatever its size, such as "
         "3,1; empty: all files are one stream",
     )
 
@@ -192,7 +195,9 @@ class OptimizerConfig:
         "adamw", "muon: matrices by Muon, the rest by AdamW", choices=("adamw", "muon")
     )
     learning_rate: float = setting(3e-3, "peak learning rate", at_least=0)
-    schedule: str = setting("cosine", "after the warm-up", choices=("cosine", "linear", "constant"))
+    schedule: str = setting(
+        "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant")
+    )
     warmup_steps: float = setting(
         20, "steps of linear warm-up from zero; below 1: share of train.num_steps", at_least=0
     )
@@ -248,7 +253,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The run."""
+    """The training loop."""
 
     num_steps: int = setting(200, "optimizer steps of the whole run", at_least=1)
     batch_sequences: int = setting(32, "sequences of one step, over all devices", at_least=1)
@@ -289,7 +294,7 @@ class TrainConfig:
     spike_threshold: float | None = setting(
         6.0,
         "a loss that is above the median of the steps before by so many standard deviations, "
-        "three steps in a row, is a spike; none: not looked for",
+        "three steps in a row, is a spike; none: no detection",
         above=0,
     )
     on_spike: str = setting(
@@ -300,8 +305,8 @@ class TrainConfig:
     sample_tokens: int = setting(200, "tokens sampled at the end; 0: none", at_least=0)
     compare_every: int | None = setting(
         None,
-        "steps between comparisons of the state's copies on different devices; none: before each "
-        "checkpoint alone",
+        "steps between comparisons of the state's copies on different devices; none: only before "
+        "each checkpoint",
         at_least=1,
     )
     sample_prompt: str = setting("def ", "text the sample continues")
@@ -314,19 +319,21 @@ class CompressionConfig:
     preset: str = setting(
         "none", "codecs of all classes that are not set", choices=("none", "hybrid", "strong")
     )
-    dense_gradient: str = setting("preset", "gradients of weights that are not experts'")
+    dense_gradient: str = setting("preset", "gradients of weights outside the experts")
     expert_gradient: str = setting("preset", "gradients of the experts' weights")
     dispatch: str = setting("preset", "tokens on their way to the experts")
     combine: str = setting("preset", "the experts' results")
-    dispatch_backward: str = setting("preset", "gradients of what was dispatched")
+    dispatch_backward: str = setting("preset", "gradients of dispatched tokens")
     combine_backward: str = setting("preset", "gradients of results")
-    weights: str = setting("preset", "weights that are gathered")
+    weights: str = setting("preset", "gathered weights")
     stage: str = setting("preset", "hidden states between pipeline stages")
-    stage_gradient: str = setting("preset", "their gradients; +feedback makes weights' worse")
+    stage_gradient: str = setting(
+        "preset", "gradients between stages; +feedback makes gradients of weights worse"
+    )
     block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
     start_layer: int = setting(
         0,
-        "first so many blocks (rounded up to a whole pattern) whose gradients are not compressed",
+        "number of first blocks, rounded up to a whole pattern, whose gradients are not compressed",
         at_least=0,
     )
     adapt_every: int = setting(100, "steps between choices of an adaptive codec", at_least=1)
@@ -334,12 +341,12 @@ class CompressionConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Who chooses mesh, route, chunks, pieces and recomputation: settings at their defaults."""
+    """The planner, which chooses mesh, route, chunks, pieces and recomputation left at defaults."""
 
     mode: str = setting(
         "default",
         "auto: the planner chooses; hand: no planner; default: auto if nothing is set by hand; "
-        "else the path of a plan that moejax plan --out wrote",
+        "else the path of a plan file of moejax plan --out",
     )
     topology: str | None = setting(
         None, "a known cluster (h200:8: of 8 nodes) or a topology file; none: measured at the start"
@@ -358,12 +365,12 @@ class PlanConfig:
     )
     seconds: float | None = setting(
         None,
-        "time cap of the search in seconds, told where it is reached; none: 120, or 600 for more "
+        "time cap of the search in seconds, reported if reached; none: 120, or 600 for more "
         "than 64 devices",
         above=0,
     )
     keep: tuple[str, ...] = setting(
-        (), "settings or groups that the planner must not change, defaults too: mesh.expert,route"
+        (), "settings or groups that the planner must not change, even defaults: mesh.expert,route"
     )
     replan: bool = setting(
         False, "plan again at a checkpoint when steps take longer or shorter than predicted"
@@ -389,7 +396,7 @@ class Config:
         ),
     )
     route_chunks: int = setting(
-        1, "pieces of the exchange that follow each other, to overlap", at_least=1
+        1, "chunks of the exchange, which overlap with the experts", at_least=1
     )
     route_chunks_backward: int | None = setting(
         None, "the same in the backward pass; none: as many as forward", at_least=1
@@ -411,7 +418,7 @@ class Config:
     train: TrainConfig = section(TrainConfig, "the loop")
     compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
-    plan: PlanConfig = section(PlanConfig, "who chooses the settings that are not set")
-    profile: ProfileConfig = section(ProfileConfig, "which steps are profiled")
-    track: TrackConfig = section(TrackConfig, "who else is told the metrics")
-    watchdog: WatchdogConfig = section(WatchdogConfig, "when a stage counts as hung")
+    plan: PlanConfig = section(PlanConfig, "the planner")
+    profile: ProfileConfig = section(ProfileConfig, "profile of some steps")
+    track: TrackConfig = section(TrackConfig, "trackers of metrics")
+    watchdog: WatchdogConfig = section(WatchdogConfig, "time limits of a run's stages")

@@ -11,7 +11,7 @@ from moejax.errors import InputError
 def spread(
     cfg: Config, num_devices: int, check: Callable[[Config], None] = lambda cfg: None
 ) -> Config | None:
-    """Returns a config on a mesh of so many devices; None if it fits none.
+    """Returns a config on a mesh of `num_devices` devices; None if it fits none.
 
     Experts are spread first, then the width; devices that neither can use hold copies.
 

@@ -37,7 +37,7 @@ class MergedWeights:
       run: reads the adapters and the selection biases.
       adapted: letters of each parameter with an adapter, by path.
       frozen: dtype of each frozen weight in the run, by path.
-      scale: the adapters'.
+      scale: scale of the adapters.
     """
 
     base: ReadPart
@@ -47,7 +47,7 @@ class MergedWeights:
     scale: float
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Returns a part of a parameter or selection bias; arguments as of `StoredWeights.read`."""
+        """Returns a part of a parameter or selection bias; see `StoredWeights.read`."""
         if path not in self.frozen:
             return self.run(path, index)
         weight = self.base(path, index).astype(self.frozen[path]).astype(np.float32)
@@ -89,7 +89,7 @@ def merged_weights(saved: Saved, cfg: Config, frozen: Source) -> MergedWeights:
 
 
 def reader_of(weights: Source) -> ReadPart:
-    """Returns what reads parts of weights: of a checkpoint, or of an open folder."""
+    """Returns a function that reads parts of a checkpoint's or open folder's weights."""
     if isinstance(weights, FolderSource):
         return partial(read_part, weights.plan, weights.folder)
     return StoredWeights(weights.path).read
@@ -100,13 +100,13 @@ def write_adapters(
 ) -> tuple[int, int]:
     """Writes the adapters of a checkpoint into an existing folder, as peft reads them.
 
-    Adapters of multi-token prediction are left out: peft adapts what `AutoModelForCausalLM` loads,
-    which is the model without it.
+    Adapters of multi-token prediction are left out: peft adapts the model of
+    `AutoModelForCausalLM`, which does not have it.
 
     Args:
       base: name or path of the weights that they adapt, for peft.
     Returns:
-      the number of tensors whose adapters were written, and of those that were left out.
+      the numbers of tensors whose adapters were written, and were left out.
     Raises:
       InputError: names a tensor that peft cannot adapt.
     """

@@ -59,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
     importing.add_argument("path", type=Path, metavar="PATH", help="folder of weights")
     importing.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     _add_dtype(importing, "float32", "bfloat16 takes half the room")
-    importing.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="set how to train")
+    importing.add_argument(
+        "--config.FIELD", metavar="VALUE", dest="_", help="a setting of the written config"
+    )
     exporting = actions.add_parser(
         "export",
         help="a checkpoint becomes a folder of weights",
@@ -73,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     exporting.add_argument("--step", type=int, help="default: the newest")
     _add_dtype(exporting, "bfloat16", "float32 keeps every bit of a run's weights")
     exporting.add_argument(
-        "--family", help="default: that of the first weights, else the first that fits"
+        "--family", help="default: the family of the first weights, else the first that fits"
     )
     exporting.add_argument(
         "--adapter", action="store_true", help="write the adapters of a LoRA run alone, for peft"
@@ -86,7 +88,7 @@ def _add_dtype(action: argparse.ArgumentParser, default: str, why: str) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         default=default,
-        help=f"of the written weights (default {default}); {why}",
+        help=f"dtype of the written weights (default {default}); {why}",
     )
     action.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
 
@@ -122,7 +124,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _base(overrides: list[str]) -> str | None:
-    """Returns the only setting that an export reads: where frozen weights are."""
+    """Returns `checkpoint.init_from`, the only setting that an export reads."""
     values = parse_overrides(overrides)
     base = values.pop("checkpoint.init_from", None)
     for name in values:

@@ -53,12 +53,12 @@ from moejax.runtime.start import join
 
 @dataclass(frozen=True)
 class _Export:
-    """A checkpoint to export, and what else the folder is made of.
+    """A checkpoint to export, with the other contents of the folder.
 
     Attributes:
       frozen: the weights that adapters were trained on; None if the checkpoint has all weights.
       config: the `config.json` that is written.
-      origin: where the small files are that came with the first weights.
+      origin: directory of the small files that came with the first weights.
     """
 
     saved: Saved
@@ -87,10 +87,10 @@ def export_run(
     Args:
       run: a run directory, an imported folder, or one checkpoint.
       step: the checkpoint's step; None: the newest.
-      dtype: of the weights; adapters alone are float32.
-      family: name of the family to write; None: that of the first weights, or one that fits.
+      dtype: dtype of the weights; adapters alone are float32.
+      family: name of the family to write; None: the first weights' family, or one that fits.
       adapter: whether to write adapters alone, as peft reads them.
-      base: where the weights are that adapters were trained on; None: where they were.
+      base: directory of the weights that adapters were trained on; None: the run's own record.
     Raises:
       InputError: for a missing or damaged checkpoint, or a model that no family holds, before
         anything is written.
@@ -125,7 +125,7 @@ def _check_has_adapters(saved: Saved, cfg: Config) -> None:
 def _export_model(
     export: _Export, dtype: str, out: Path, processes: Processes, console: Console
 ) -> str:
-    """Writes all weights. Returns what to say about it."""
+    """Writes all weights. Returns a line about them."""
     saved, cfg, frozen = export.saved, export.cfg, export.frozen
     model, params, router_bias = describe_anywhere(cfg)
     files = plan_files(export.family, model, params, router_bias, dtype)
@@ -151,7 +151,7 @@ def _export_model(
 
 
 def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
-    """Writes adapters alone, by the first process. Returns what to say about it."""
+    """Writes adapters alone, by the first process. Returns a line about them."""
     base = _base_for_peft(export.frozen)
     with written_beside(out, processes) as beside:
         written, left_out = processes.from_first(
@@ -176,7 +176,7 @@ def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
 def _base_for_peft(frozen: Source | None) -> str | None:
     """Returns the folder of the weights that adapters were trained on; None if there is none.
 
-    Only folders can be loaded by peft: of a checkpoint it is the one that it was imported from.
+    peft loads folders only: for a checkpoint, the folder that it was imported from.
     """
     if isinstance(frozen, FolderSource):
         return str(frozen.path.absolute())
@@ -185,7 +185,7 @@ def _base_for_peft(frozen: Source | None) -> str | None:
 
 
 def _checkpoint_of(run: Path, step: int | None) -> Path:
-    """Returns what `locate` searches: the run, or the step that is asked for."""
+    """Returns the path for `locate`: the run, or the requested step."""
     if step is None:
         return run
     below = run / "checkpoints"

@@ -1,6 +1,6 @@
 """`moejax hf import`: a folder of weights becomes a checkpoint and a config to train with.
 
-What it writes:
+It writes:
 
     OUT/
       0/            checkpoint of step 0: weights alone, with a manifest
@@ -55,7 +55,7 @@ def import_folder(
     """Writes a checkpoint of a folder's weights, on all devices of all processes.
 
     Args:
-      dtype: of the stored weights; runs restore them to float32.
+      dtype: dtype of the stored weights; runs restore them to float32.
       overrides: settings of the written config, as on the command line of a run.
     Raises:
       InputError: for anything wrong with the folder, before a device is touched.
@@ -111,7 +111,7 @@ def free_run_dir(name: str) -> str:
 
 
 def elements_of(plan: LoadPlan) -> int:
-    """Returns the numbers of all parameters together."""
+    """Returns the number of parameters, without those in `plan.zeros`."""
     parameters = plan.parameters.values()
     return sum(math.prod(p.shape) for p in parameters if p.path not in plan.zeros)
 
@@ -158,7 +158,7 @@ def new_arrays(cfg: Config, dtype: str) -> dict[str, NewArray]:
     """Returns the arrays of a checkpoint's weights, by the path of the parameter.
 
     Args:
-      dtype: of the parameters; selection biases are float32.
+      dtype: dtype of the parameters; selection biases are float32.
     """
     _, params, router_bias = describe_anywhere(cfg)
     groups = (("params", params, dtype), ("balance", router_bias, "float32"))
@@ -174,7 +174,7 @@ def _zero(part: Part, dtype: Any) -> np.ndarray:
 
 
 def config_text(cfg: Config) -> str:
-    """Returns JSON that `--config` reads: the whole model, and what is not at its default."""
+    """Returns JSON that `--config` reads: the whole model, and others that are not at defaults."""
     nested: dict[str, Any] = {}
     for name, field in fields().items():
         value = get_value(cfg, name)
@@ -190,7 +190,7 @@ def config_text(cfg: Config) -> str:
 
 
 def _say_done(folder: Folder, plan: LoadPlan, cfg: Config, out: Path, console: Console) -> None:
-    """Says what was written, what was left out, and what to do next."""
+    """Prints the imported parameters, the tensors left out, and the next command."""
     lines = [
         f"imported {elements_of(plan):,} parameters to {out}; family "
         f"{family_of(folder.config).name}"

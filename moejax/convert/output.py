@@ -1,4 +1,4 @@
-"""A folder that is written beside its place and renamed at the end, and progress that is shown."""
+"""Writes a folder beside its place and renames it at the end; shows progress."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def check_new_folder(out: Path, flag: str) -> None:
     """Refuses an output folder that has something in it, or cannot be made.
 
     Raises:
-      InputError: names what is there.
+      InputError: names the folder.
     """
     if out.name in ("", ".."):
         raise InputError(
@@ -50,7 +50,7 @@ def written_beside(out: Path, processes: Processes) -> Iterator[Path]:
     beside = out.with_name(f"{out.name}.partial")
 
     def make() -> None:
-        # What a killed conversion left.
+        # Leftovers of a killed conversion.
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
 
@@ -72,7 +72,7 @@ def _rename(beside: Path, out: Path) -> None:
 
 
 def check_space(folder: Path, needed: int, processes: Processes) -> None:
-    """Refuses to begin what will not fit on the disk.
+    """Refuses output that will not fit on the disk.
 
     Raises:
       StorageFullError: in all processes; says how much is free.
@@ -89,7 +89,7 @@ def check_space(folder: Path, needed: int, processes: Processes) -> None:
 
 @contextmanager
 def bar(console: Console, text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal, and one line elsewhere. Yields what advances it."""
+    """Shows a bar on a terminal, and one line elsewhere. Yields a function that advances it."""
     if not console.is_terminal:
         console.print(text, highlight=False, soft_wrap=True)
     columns = (

@@ -22,10 +22,10 @@ def write_pieces(
     processes: Processes,
     progress: Callable[[int], None] = lambda elements: None,
 ) -> int:
-    """Writes the pieces that are this process's, of every array some. Reads no others.
+    """Writes this process's share of the pieces of every array. Reads no others.
 
     Args:
-      sources: what returns the parts of each array.
+      sources: for each array, a function that returns its parts.
       item: directory of the stores of all processes.
       progress: called with the elements of each piece.
     Returns:
@@ -55,7 +55,7 @@ def _own_pieces(
 
 
 def _read_of(sources: Mapping[NewArray, ReadPiece]) -> Callable[..., Any]:
-    """Returns what reads one piece and takes its digest."""
+    """Returns a function that reads one piece and computes its digest."""
 
     def read(piece: tuple[NewArray, Part]) -> tuple[NewArray, Part, np.ndarray, int]:
         array, part = piece

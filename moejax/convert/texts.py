@@ -1,8 +1,8 @@
 """The small files of an export: tokenizer, chat template, ids of the tokens around texts.
 
-Either the weights came with a tokenizer, which is copied as it is; or the tokenizer is that of the
-run's token files, and here it is made to begin texts as the run's documents begin. A chat template
-that wrote the run's conversations goes with both, and the token that ends its answers.
+A tokenizer that came with the weights is copied as it is. Otherwise the export takes the tokenizer
+of the run's token files, and makes it begin texts as the run's documents begin. Both get the chat
+template that wrote the run's conversations, and the token that ends its answers.
 """
 
 import json
@@ -28,12 +28,12 @@ OF_CODE = ("auto_map", "custom_pipelines")  # name Python files, and code is nev
 
 
 class Texts(NamedTuple):
-    """What an export knows of a run's texts.
+    """The facts about a run's texts that an export needs.
 
     Attributes:
-      origin: where the small files are that came with the first weights.
+      origin: directory of the small files that came with the first weights.
       came: whether the tokenizer among them is the one of the run's texts.
-      ends: the tokens around documents; None if nothing says them any more.
+      ends: the tokens around documents; None if they are unknown.
       tokenizer: the tokenizer.json of the run's token files; None for bytes, or if it is lost.
       is_bytes: whether ids are bytes.
       chat: the form of the run's conversations.
@@ -48,7 +48,7 @@ class Texts(NamedTuple):
 
 
 def texts_of(saved: Saved, data: DataConfig, origin: Path | None) -> Texts:
-    """Returns what is known of the texts of a checkpoint's run."""
+    """Returns the known facts about the texts of a checkpoint's run."""
     file = None if origin is None else origin / TOKENIZER
     file = file if file is not None and file.is_file() else None
     described = describe_tokens(data, saved.path.parents[:2])
@@ -64,7 +64,7 @@ def texts_of(saved: Saved, data: DataConfig, origin: Path | None) -> Texts:
 
 
 def special_ids(texts: Texts, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a `config.json` says of the tokens that begin and end texts.
+    """Returns the `config.json` entries of the tokens that begin and end texts.
 
     Args:
       config: the other keys of the file.
@@ -75,7 +75,7 @@ def special_ids(texts: Texts, config: Mapping[str, Any]) -> dict[str, Any]:
         given = [*ids_in(config.get(EOS)), *ids_in(_generation(texts.origin).get(EOS))]
         found = [*answers, *given, *(() if ends is None else (ends.eos_id,))]
         return {EOS: _one_or_all(found)} if set(found) != set(given) else {}
-    # Libraries have tokens of a family by default, which are others in this vocabulary.
+    # Libraries default to a family's ids, which are other tokens in this vocabulary.
     if ends is None:
         return dict.fromkeys(SPECIAL_IDS)
     begin = ends.eos_id if ends.bos_id is None else ends.bos_id
@@ -98,7 +98,7 @@ def write_generation(folder: Path, config: Mapping[str, Any], changed: bool) -> 
 
     Args:
       config: the export's `config.json`.
-      changed: whether its ids are others than those that came with the weights.
+      changed: whether its ids differ from the ids that came with the weights.
     """
     known = {name: config[name] for name in SPECIAL_IDS if config.get(name) is not None}
     path = folder / GENERATION
@@ -210,7 +210,7 @@ def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
 
 
 def bytes_tokenizer() -> dict[str, Any]:
-    """Returns a tokenizer.json whose ids are those of `ByteTokenizer`."""
+    """Returns a tokenizer.json with the ids of `ByteTokenizer`."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     # The letters that stand for bytes, as GPT-2 has them.

@@ -1,9 +1,9 @@
 """The sequences of each step: a pure function of the seed and the step.
 
-Sequence i of an epoch is tokens i * T to i * T + T of the stream: T inputs, and the same shifted by
-one, of which the stream says which are targets. Every process asks for its own rows of the global
-batch, so the order is the same on any number of processes, and the position in the data is one
-integer: the step, and what a run left out before it (`data.skipped`).
+Sequence i of an epoch is tokens i * T to i * T + T of the stream: T inputs, and the same tokens
+shifted by one, some of which the stream marks as targets. Every process asks for its own rows of
+the global batch, so the order is the same on any number of processes. The position in the data is
+one integer: the step, plus the batches that the run left out before it (`data.skipped`).
 
 N: tokens of a stretch of the stream. U: T + 1.
 """
@@ -60,9 +60,9 @@ class Batches:
         repeat: bool = True,
         isolate_documents: bool = True,
     ):
-        """Takes the stream; or streams and their weights, each of which has epochs of its own.
+        """Takes one stream, or a mixture of streams and weights, each stream with its own epochs.
 
-        A stream of weight w gives w over the sum of the weights of the sequences, spread evenly.
+        A stream of weight w gives w / (sum of weights) of the sequences, spread evenly.
 
         Raises:
           InputError: if a stream holds no sequence.

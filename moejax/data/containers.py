@@ -30,7 +30,7 @@ class FileSource:
 
     @property
     def first_is_target(self) -> bool:
-        """Whether the first token is predicted where another file comes before this one."""
+        """True if the first token is a target after another file."""
         return not self.sidecar.is_marked and self.sidecar.bos_id is None
 
     @property
@@ -58,7 +58,7 @@ class FileSource:
         return tokens.astype(np.int32)
 
     def stretch(self, start: int, length: int) -> Stretch:
-        """The same tokens, and which are targets or begin documents."""
+        """The same tokens, with the targets and the first tokens of documents marked."""
         token_N = self.read(start, length)
         if self._marks is None:
             return without_marks(token_N, *self.sidecar.ends)

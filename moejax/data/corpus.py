@@ -1,7 +1,7 @@
 """Real text that every machine has: the source of Python's standard library.
 
-About one file in twenty, chosen by a hash of its name, is held out: training never sees it. What
-general compressors need for the held-out files says how good a model's bits per byte are.
+About one file in twenty, chosen by a hash of its name, is held out: training never sees it.
+`baselines` gives the bits per byte of general compressors, to compare a model with.
 """
 
 import gzip
@@ -50,7 +50,7 @@ def documents() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
 
 
 def is_held_out_file(name: str) -> bool:
-    """Whether a file is kept from training; depends on its name alone."""
+    """Returns whether a file is kept from training; this depends on its name alone."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 

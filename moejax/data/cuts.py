@@ -1,10 +1,10 @@
 r"""Finds places to cut a text so that its parts encode to the same ids as the whole.
 
 Tokenizers split a text with a regular expression and look for tokens in each match alone. A cut
-changes nothing if the matches to both sides stay what they were. In every pattern of PATTERNS
+changes nothing if the matches to both sides stay the same. In every pattern of PATTERNS
 
 - a match that holds a space holds it first, or holds white space alone;
-- nothing looks behind, and what looks ahead, `\s+(?!\S)`, does so from white space.
+- nothing looks behind, and the only look-ahead, `\s+(?!\S)`, starts from white space.
 
 So a match always ends before a space that follows non-white space. Text before it matches as if the
 text ended there, and text after it matches as before. NFC does not join a space to the character
@@ -19,7 +19,7 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-# Patterns of `Split`; the library itself has that of `ByteLevel` (GPT-2).
+# Patterns of `Split`; the library itself has the pattern of `ByteLevel` (GPT-2).
 PATTERNS = (
     # cl100k, Llama 3
     _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _MARKS + _REST,
@@ -33,7 +33,7 @@ PATTERNS = (
 
 
 def may_cut(tokenizer: dict[str, Any]) -> bool:
-    """Whether texts may be cut before a space that follows anything but white space.
+    """Returns whether texts may be cut before a space that follows anything but white space.
 
     Args:
       tokenizer: the content of a tokenizer.json.
@@ -52,7 +52,7 @@ def may_cut(tokenizer: dict[str, Any]) -> bool:
 
 
 def _is_known(splitter: dict[str, Any]) -> bool:
-    """Whether a `pre_tokenizer` is ByteLevel, with the pattern of GPT-2 or one of PATTERNS."""
+    """Returns whether a `pre_tokenizer` is ByteLevel, with GPT-2's pattern or one of PATTERNS."""
     if splitter.get("type") != "Sequence":
         return splitter.get("type") == "ByteLevel" and splitter["use_regex"]
     parts = splitter["pretokenizers"]

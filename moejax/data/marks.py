@@ -34,7 +34,7 @@ class Stretch(NamedTuple):
 def without_marks(token_N: np.ndarray, eos_id: int, bos_id: int | None = None) -> Stretch:
     """Returns a stretch of a stream without marks.
 
-    Where a token of its own begins documents, it is no target. Otherwise eos opens documents, and
+    If a begin token opens documents, it is no target. Otherwise eos opens documents, and
     all tokens are targets.
     """
     if bos_id is None:

@@ -7,7 +7,7 @@ from typing import Any
 from moejax.errors import InputError
 
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
-MAX_BYTES = 64 << 20  # of a template's or settings' file; large vocabularies have one of megabytes
+MAX_BYTES = 64 << 20  # of a template or settings file; with a large vocabulary it has megabytes
 MESSAGE_LIMIT = 160  # characters of another program's message
 
 
@@ -52,7 +52,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def check_size(file: Path) -> None:
-    """Refuses a file that is no template and no settings, before it is read into memory."""
+    """Refuses a file that is too large for a template or settings, before it is read."""
     if file.is_file() and file.stat().st_size > MAX_BYTES:
         raise InputError(
             f"file is too large. {file} has {file.stat().st_size:,} bytes. A chat template and a "
@@ -63,12 +63,12 @@ def check_size(file: Path) -> None:
 def opening_token(library: Any, names: dict[str, str]) -> int | None:
     """Returns the id of the token that begins a text; None if the tokenizer has none.
 
-    It is `bos_token` of the settings, as lm-eval takes it; without settings the only token that the
+    This is `bos_token` of the settings, as in lm-eval; without settings, the only token that the
     tokenizer itself puts in front of a text.
 
     Args:
       library: the tokenizers library's object.
-      names: of tokens, see `named_tokens`.
+      names: texts of tokens by name: see `named_tokens`.
     """
     if "bos_token" in names:
         return library.token_to_id(names["bos_token"])

@@ -53,12 +53,12 @@ class Sidecar:
     marks_sha256: str | None = None
     num_targets: int | None = None
     target_bytes: int | None = None
-    bos_id: int | None = None  # begins each document; None: eos does, or a template what it will
-    chat: ChatForm | None = None  # of conversations
+    bos_id: int | None = None  # begins each document; None: eos does, or the template decides
+    chat: ChatForm | None = None  # form of the conversations
 
     @property
     def is_marked(self) -> bool:
-        """Whether a file beside the tokens marks targets and documents."""
+        """True if a file beside the tokens marks targets and documents."""
         return self.marks_sha256 is not None
 
     @property
@@ -67,13 +67,13 @@ class Sidecar:
         return Ends(self.eos_id, self.bos_id)
 
     def content_digest(self) -> str:
-        """Returns a digest of what a run reads: tokens, marks, and the meaning of the ids."""
+        """Returns a digest of a run's input: tokens, marks, and the meaning of the ids."""
         facts = self._facts()
         # These do not change the tokens.
         for field in ("num_bytes", "num_documents", "tokenizer", "num_targets", "target_bytes"):
             facts.pop(field, None)
         if self.format_version == BEGUN and self.is_marked:
-            # Marks say where documents begin, so the digest is that of the format without.
+            # Marks say where documents begin, so the digest leaves these fields out.
             facts = {name: x for name, x in facts.items() if name not in BEGUN_FIELDS}
             facts["format_version"] = MARKED
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -139,7 +139,7 @@ def read_sidecar(path: Path) -> Sidecar:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a file name stays in its folder on every operating system."""
+    """Returns whether a file name stays in its folder on every operating system."""
     return re.fullmatch(r"\w[\w .+-]*", name, re.ASCII) is not None
 
 
@@ -169,7 +169,7 @@ def _damaged(file: Path, wrong: str) -> InputError:
 
 
 def _find_wrong(sidecar: Sidecar) -> str | None:
-    """Returns what contradicts the format. No asserts: `python -O` would leave them out."""
+    """Returns a violation of the format, if any. No asserts: `python -O` would leave them out."""
     digest, name = sidecar.tokenizer_sha256, sidecar.tokenizer
     # `type`, because True is an int to isinstance.
     for field in ("vocab_size", "eos_id", "num_tokens"):
@@ -199,7 +199,7 @@ def _find_wrong(sidecar: Sidecar) -> str | None:
 
 
 def _find_wrong_marks(sidecar: Sidecar) -> str | None:
-    """Returns what contradicts the format in the fields about marks and targets."""
+    """Returns a violation of the format, if any, in the fields about marks and targets."""
     is_marked = sidecar.is_marked or sidecar.format_version == MARKED
     if is_marked and not _is_digest(sidecar.marks_sha256):
         return "marks_sha256 is not 64 hexadecimal digits"
@@ -212,7 +212,7 @@ def _find_wrong_marks(sidecar: Sidecar) -> str | None:
 
 
 def _find_wrong_begin(sidecar: Sidecar) -> str | None:
-    """Returns what contradicts the format in the fields about begin token and chat template."""
+    """Returns a violation of the format, if any, in begin token and chat template."""
     bos, chat, known = sidecar.bos_id, sidecar.chat, range(sidecar.vocab_size)
     if bos is not None and (type(bos) is not int or bos not in known or bos == sidecar.eos_id):
         return f"bos_id is {bos!r}, not another id of the vocabulary than eos_id"

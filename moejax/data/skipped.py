@@ -1,8 +1,8 @@
-"""Batches that a run leaves out for good: after it went back to a checkpoint.
+"""Batches that a run leaves out for good, after it went back to a checkpoint.
 
-A run that goes back to the state of an earlier step goes on with the batches behind those that made
-its numbers bad. Which batch a step reads stays a pure function: of the step, and of a list of what
-was left out, in the order in which it happened.
+A run that goes back to an earlier step goes on with the batches behind the ones that made its
+numbers bad. The batch of a step stays a pure function of the step and of the list of batches left
+out, in the order of these events.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ class SkippedData(NamedTuple):
     """Batches left out at once.
 
     Attributes:
-      after_step: the step that the run went back to; the next step reads behind the batches.
-      skip: how many batches.
+      after_step: the step that the run went back to; the next step reads behind these batches.
+      skip: number of batches left out.
     """
 
     after_step: int
@@ -22,10 +22,10 @@ class SkippedData(NamedTuple):
 
 
 def data_position(step: int, skipped: Sequence[SkippedData]) -> int:
-    """Returns how many batches are read or left out once the step after `step` reads the next.
+    """Returns the index of the batch that follows `step`, counted from 0.
 
-    This is the index of the next step's batch, counted from 0. What a run left out after a step no
-    longer counts once it went back to before that step: the later entry covers it.
+    It is the number of batches read or left out so far. An entry no longer counts once the run went
+    back to before its step: the later entry covers it.
     """
     position, earliest = step, step
     for entry in reversed(skipped):
@@ -35,7 +35,7 @@ def data_position(step: int, skipped: Sequence[SkippedData]) -> int:
 
 
 def skip_to(after_step: int, last: int, skipped: Sequence[SkippedData]) -> list[SkippedData]:
-    """Returns the longer list of a run that goes back from step `last` to `after_step`.
+    """Returns the list, extended for a run that goes back from step `last` to `after_step`.
 
     The batches of the steps in between, as the run numbered them so far, are left out.
     """

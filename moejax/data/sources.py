@@ -20,7 +20,7 @@ from moejax.data.tokens import (
 from moejax.errors import InputError, writing
 
 Content = dict[str, list[FilePart]]  # "train" and "held_out" -> their files
-KEPT = Path("tokenizer") / "tokens"  # what a run keeps of its token files is beside this path
+KEPT = Path("tokenizer") / "tokens"  # beside it a run keeps its sidecar and tokenizer
 
 
 class Sources(NamedTuple):
@@ -58,10 +58,10 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
 
 
 class Described(NamedTuple):
-    """A token file, or what a run keeps of one: how its text became tokens.
+    """The description of a token file: its sidecar and its tokenizer.
 
     Attributes:
-      path: its sidecar and its tokenizer are beside this path, and perhaps nothing is there.
+      path: sidecar and tokenizer are beside this path; the token file itself may be missing.
     """
 
     path: Path
@@ -84,12 +84,12 @@ class Described(NamedTuple):
 
 
 def describe_tokens(data: DataConfig, folders: Iterable[Path] = ()) -> Described | None:
-    """Returns what says how a run's text became tokens; None if nothing does any more.
+    """Returns the description of a run's token files; None if there is none any more.
 
-    Of several training files it is the first one of conversations, else the first one.
+    Of several training files it describes the first one of conversations, else the first.
 
     Args:
-      folders: may be the run directory, which keeps it (`keep_tokenizer`).
+      folders: possible run directories, which keep a copy (`keep_tokenizer`).
     """
     if data.source == "stdlib":
         return None
@@ -106,11 +106,11 @@ def describe_tokens(data: DataConfig, folders: Iterable[Path] = ()) -> Described
 def is_tokenizer_of(
     tokenizer: Path, step: int, data: DataConfig, described: Described | None
 ) -> bool:
-    """Whether the tokenizer that came with weights is that of a checkpoint's texts by now.
+    """Returns whether the tokenizer that came with weights is the one of a checkpoint's texts.
 
     Args:
-      step: of the checkpoint; at step 0 nothing was trained here yet.
-      described: how the text of its run became tokens, if that is known.
+      step: step of the checkpoint; at step 0 nothing was trained here yet.
+      described: description of the run's token files, if known.
     """
     if step == 0:
         return True

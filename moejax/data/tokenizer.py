@@ -21,7 +21,7 @@ class Ends(NamedTuple):
     """The tokens around a document."""
 
     eos_id: int  # ends it
-    bos_id: int | None  # begins it; None: the one that ends the document before does
+    bos_id: int | None  # begins it; None: the eos of the document before does
 
 
 @runtime_checkable
@@ -88,14 +88,14 @@ class FileTokenizer:
         self.cuts = may_cut(json.loads(self._tokenizer.to_str()))
 
     def _find_ends(self, path: Path, eos: str | None) -> Ends:
-        """Returns the tokens around a document, by the names that the settings beside it have."""
+        """Returns the tokens around a document, by their names in the settings beside the file."""
         names = named_tokens(path)
         eos_id = self._find_eos(path, eos, names.get("eos_token"))
         bos_id = opening_token(self._tokenizer, names)
         return Ends(eos_id, None if bos_id == eos_id else bos_id)
 
     def _find_eos(self, path: Path, eos: str | None, named: str | None) -> int:
-        """Returns the id of the token that is asked for, else of a usual or the named one."""
+        """Returns the id of the token `eos`; if it is None, of a usual or the `named` one."""
         if eos is not None and eos.isdecimal():
             if int(eos) < self.vocab_size:
                 return int(eos)

@@ -2,9 +2,9 @@
 
 A stream without marks is `eos document eos document ... eos`. An end-of-document token opens the
 next document too, so every token after the first is a target, predicted from its own document
-alone. Where the tokenizer has a token that begins a text, it is `bos document eos bos document eos
-...`, and bos is no target. Marks beside a file say instead what is a target and where documents
-begin.
+alone. If the tokenizer has a token that begins a text, the stream is `bos document eos bos document
+eos ...`, and bos is no target. Marks beside a file replace both rules: they give the targets and
+the first tokens of documents.
 """
 
 import glob
@@ -65,7 +65,7 @@ class TokenSource(Protocol):
         ...
 
     def stretch(self, start: int, length: int) -> Stretch:
-        """The same tokens, and which are targets or begin documents."""
+        """The same tokens, with the targets and the first tokens of documents marked."""
         ...
 
     def parts(self) -> list[FilePart]:
@@ -140,7 +140,7 @@ class JoinedSource:
         return np.concatenate([np.empty(0, np.int32), *parts])
 
     def stretch(self, start: int, length: int) -> Stretch:
-        """Returns the same tokens, and which are targets or begin documents."""
+        """Returns the same tokens, with the targets and the first tokens of documents marked."""
         parts = [source.stretch(first, take) for source, first, take in self._across(start, length)]
         return Stretch(*map(np.concatenate, zip(Stretch.empty(), *parts, strict=True)))
 

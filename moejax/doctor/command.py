@@ -1,4 +1,4 @@
-"""The command `moejax doctor`, with what its `--smoke` and `--mesh` run."""
+"""The command `moejax doctor`, with the checks of `--smoke` and `--mesh`."""
 
 from pathlib import Path
 

@@ -2,8 +2,8 @@
 
 With a config it answers for that run; without one, for a model of the default shape in the dtype
 that such devices train in. `--target` answers for accelerators that are not here.
-`--smoke` runs all of it in small on the devices that are (`doctor.smoke`), and `--mesh` checks all
-processes of a program together (`doctor.mesh`).
+`--smoke` runs small versions of all parts on the devices here (`doctor.smoke`), and `--mesh` checks
+all processes of a program together (`doctor.mesh`).
 """
 
 import argparse
@@ -46,7 +46,7 @@ DEADLINE_S = 60.0  # of one check of the mesh
 
 
 class Above(NamedTuple):
-    """What the command runs that lies above this package; each returns the exit code."""
+    """The checks that import the trainer; each returns the exit code."""
 
     smoke: Callable[[Console], int]
     mesh: Callable[[Config | None, Path | None, float, Console], int]
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     command = Parser(
         prog="moejax doctor",
-        description="What is installed, which implementation each operation takes, and why.",
+        description="Shows installed versions, each operation's implementation, and the reason.",
         epilog=EPILOG,
     )
     command.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
@@ -72,13 +72,13 @@ def parser() -> argparse.ArgumentParser:
         "--deadline",
         type=float,
         metavar="SECONDS",
-        help=f"with --mesh: after which a check has hung (default {DEADLINE_S:g})",
+        help=f"with --mesh: seconds after which a check counts as hung (default {DEADLINE_S:g})",
     )
     command.add_argument(
-        "--run_dir", type=Path, metavar="DIR", help="try there what a run does with files"
+        "--run_dir", type=Path, metavar="DIR", help="check a run's file operations there"
     )
     command.add_argument(
-        "--coordinator", metavar="ADDRESS:PORT", help="look whether process 0 can be reached"
+        "--coordinator", metavar="ADDRESS:PORT", help="check that process 0 can be reached"
     )
     command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     return command
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None, above: Above | None = None) -> int:
     """Runs the command. Returns the exit code.
 
     Args:
-      above: what `--smoke` and `--mesh` run; None for a command that has neither.
+      above: the checks of `--smoke` and `--mesh`; None for a command without them.
     """
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(rest)
@@ -168,7 +168,7 @@ def show_findings(findings: Sequence[Finding], console: Console) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, moejax and what it runs on, as far as it is installed."""
+    """Returns the versions of Python, moejax and its installed dependencies."""
     found = {"Python": platform.python_version(), "moejax": __version__}
     for name in PACKAGES:
         try:

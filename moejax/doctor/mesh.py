@@ -1,6 +1,6 @@
-"""`moejax doctor --mesh`: whether all processes of a program are fit to run together.
+"""`moejax doctor --mesh`: checks that all processes of a program can run together.
 
-Every process runs all of it, and process 0 tells what was found. A check that hangs is ended by the
+Every process runs all checks, and process 0 prints the findings. A check that hangs is ended by the
 watchdog, which names the process that is behind.
 """
 
@@ -53,8 +53,8 @@ def check_mesh(
     """Runs all checks, and prints a table and a verdict in process 0.
 
     Args:
-      cfg: of the run; None: all devices on one axis, and the default model.
-      run_dir: to check; None: the config's, if there is one.
+      cfg: config of the run; None: all devices on one axis, and the default model.
+      run_dir: directory to check; None: the config's, if there is one.
       deadline_s: seconds of one check, after which a process that is behind counts as hung.
 
     Returns the exit code: 0 if all holds, else 1, the same in all processes.
@@ -79,7 +79,7 @@ def check_mesh(
 
 
 class Checks:
-    """The checks of all processes, and what process 0 tells of them."""
+    """The checks of all processes, and the report of process 0."""
 
     def __init__(self, processes: Processes, watch: Watch, console: Console):
         self.processes, self.watch = processes, watch
@@ -88,10 +88,10 @@ class Checks:
         self._apart = False  # whether the processes can no longer do the same
 
     def run(self, name: str, stage: str, make: Callable[[], str]) -> None:
-        """Runs a check in every process and adds what was found, the same in all.
+        """Runs a check in every process and adds its finding, the same in all.
 
         Args:
-          make: returns what holds, in words, or raises WrongError. After any other exception the
+          make: returns a text about the result, or raises WrongError. After any other exception the
             processes do different things, so checks after it are left out.
         """
         if self._apart:
@@ -114,7 +114,7 @@ class Checks:
         self.findings.append(Finding(name, not wrong, "; ".join(wrong) or said[0][2]))
 
     def hang(self, found: str) -> None:
-        """Tells what was found so far and what hangs, and ends the process."""
+        """Prints the findings so far and the hanging check, and ends the process."""
         with contextlib.suppress(Exception):  # whatever happens, the process must end
             self.findings.append(Finding("no process hangs", False, found))
             self.end()
@@ -126,7 +126,7 @@ class Checks:
 
 
 class Parts(NamedTuple):
-    """What the checks are about."""
+    """The config, mesh, devices and hosts that are checked."""
 
     cfg: Config
     layout: Layout
@@ -168,7 +168,7 @@ def _check_all(checks: Checks, cfg: Config | None, run_dir: Path | None) -> None
 def _parts(cfg: Config | None, hosts: list[str], processes: Processes) -> Parts:
     """Starts the devices, and lays the config's mesh over them.
 
-    A config that leaves the mesh to the planner, and none, has all devices on one axis.
+    Without a config, or if it leaves the mesh to the planner, all devices are on one axis.
     """
     asked = MeshConfig() if cfg is None else cfg.mesh
     devices = processes.together(lambda: start(asked))
@@ -198,7 +198,7 @@ def _devices(parts: Parts, processes: Processes) -> str:
 
 
 def _kernels(parts: Parts, processes: Processes) -> str:
-    """Compares what `kernels.select` takes, which depends on what is installed."""
+    """Compares the choices of `kernels.select`, which depend on installed packages."""
     hardware = hardware_of(parts.mesh, platform_of(parts.devices))
     chosen = processes.together(lambda: select_kernels(parts.cfg, hardware))
     taken = {operation: choice.implementation for operation, choice in chosen.items()}
@@ -207,7 +207,7 @@ def _kernels(parts: Parts, processes: Processes) -> str:
 
 
 def _check_directory(checks: Checks, directory: Path) -> None:
-    """Checks the run's directory from every process; what process 0 makes for it, it removes."""
+    """Checks the run's directory from every process; process 0 removes the folders that it made."""
     processes = checks.processes
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     if processes.first:

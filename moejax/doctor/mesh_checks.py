@@ -1,4 +1,4 @@
-"""What `moejax doctor --mesh` checks on devices: that all that is sent arrives, and how fast."""
+"""Checks of `moejax doctor --mesh` on devices: data arrives as sent, and how fast."""
 
 import math
 import statistics
@@ -18,8 +18,8 @@ from moejax.plan.probe.links import collective
 from moejax.plan.probe.timer import Stopwatch
 from moejax.runtime.processes import Processes
 
-# Numbers from each device to each other: few, and so many that processes on CPUs exchange them
-# beside the computing, which is another way (`comm.cpu.gloo`).
+# Numbers from each device to each other: few, and so many that CPU processes exchange them by
+# another code path, which overlaps with computation (`comm.cpu.gloo`).
 WIDTHS = 64, 4096
 REPEATS = 3  # a link may be wrong now and then
 SHOWN = 4  # wrong pairs that are named
@@ -29,7 +29,7 @@ AIM_S = 0.1
 
 
 class WrongError(Exception):
-    """What a check found is wrong; the message says what. The processes can go on together."""
+    """A check failed; the message says how. The processes can go on together."""
 
 
 class Group(NamedTuple):
@@ -49,7 +49,7 @@ def groups_of(layout: Layout) -> list[Group]:
 def check_exchange(mesh: Mesh, axes: Axes, processes: Processes) -> str:
     """Sends different numbers from each device to each other along `axes`, and compares all.
 
-    Returns what was compared, in words.
+    Returns a text about the comparison.
 
     Raises:
       WrongError: if this process received other numbers; it names the pairs of devices.
@@ -79,7 +79,7 @@ def check_exchange(mesh: Mesh, axes: Axes, processes: Processes) -> str:
 
 
 def _operand(mesh: Mesh, axes: Axes, width: int) -> tuple[jax.Array, np.ndarray]:
-    """Returns what the devices (Q) send to each peer (P), and who sends to each of them.
+    """Returns the rows that devices (Q) send to peers (P), and the senders to each device.
 
     Returns:
       `x_QPW`, on the mesh; and `senders_QP`: the devices whose rows device q receives.
@@ -105,13 +105,13 @@ def _operand(mesh: Mesh, axes: Axes, width: int) -> tuple[jax.Array, np.ndarray]
 
 
 def numbers(sender: int, peer: int, width: int) -> np.ndarray:
-    """Returns what a device sends to a peer: other bits for every sender, peer and place."""
+    """Returns the numbers that a device sends to a peer; they differ by sender, peer, place."""
     first = (sender * 0x9E3779B1 + peer * 0x85EBCA77) & 0xFFFFFFFF
     return (first + np.arange(width, dtype=np.uint64) * 0xC2B2AE3D).astype(np.uint32)
 
 
 def _wrong_pairs(y_QPW: jax.Array, senders_QP: np.ndarray, mesh: Mesh, axes: Axes) -> Iterator[str]:
-    """Yields, for devices of this process, which of them received other numbers, and from whom."""
+    """Yields a text for each device of this process and sender whose numbers arrived changed."""
     devices = list(mesh.devices.flat)
     for shard in y_QPW.addressable_shards:
         receiver = shard.index[0].start or 0
@@ -129,7 +129,7 @@ def _wrong_pairs(y_QPW: jax.Array, senders_QP: np.ndarray, mesh: Mesh, axes: Axe
 def measure_exchange(watch: Stopwatch, axis: str) -> str:
     """Times an all-to-all along an axis of the stopwatch's mesh; returns the rate in words.
 
-    The rate is of the bytes that a device sends, median and range of the rounds.
+    The rate counts the bytes that a device sends: median and range of the rounds.
     """
     count = watch.mesh.shape[axis]
     rounds: list[float] = []
@@ -148,7 +148,7 @@ def measure_exchange(watch: Stopwatch, axis: str) -> str:
 
 
 def differing(values: list[dict[str, Any]]) -> str | None:
-    """Returns in words which processes have other values than process 0; None if none has."""
+    """Describes the processes whose values differ from process 0's; None if there are none."""
     found = []
     for number, own in enumerate(values):
         for name in dict.fromkeys((*values[0], *own)):

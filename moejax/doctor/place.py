@@ -1,4 +1,4 @@
-"""Checks of where a run will be: its directory and the address of process 0. Touches no device."""
+"""Checks of a run's directory and of the address of process 0. Touches no device."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ PATIENCE_S = 5.0  # for an address to answer
 
 
 class Finding(NamedTuple):
-    """What a check found: whether it holds, and how, in words."""
+    """The result of a check: whether it holds, and a text."""
 
     check: str
     holds: bool
@@ -22,9 +22,9 @@ class Finding(NamedTuple):
 
 
 def check_directory(directory: Path) -> list[Finding]:
-    """Tries in a directory what a run does there; leaves nothing behind.
+    """Tries a run's file operations in a directory; leaves nothing behind.
 
-    Checks after one that fails are left out if they need it.
+    If a check fails, the checks that need it are left out.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     # Hosts that share the directory may try it at the same time.
@@ -84,7 +84,7 @@ def _lock(trial: Path) -> None:
 
 
 def check_coordinator(address: str) -> list[Finding]:
-    """Looks whether ADDRESS:PORT can be reached, or is free where it is of this machine."""
+    """Checks that ADDRESS:PORT can be reached, or is free if it is on this machine."""
     check = f"process 0 at {address}"
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit() and 0 < int(port) < 1 << 16):

@@ -1,4 +1,4 @@
-"""`moejax doctor --smoke`: runs what a training run is made of on the devices here, in small.
+"""`moejax doctor --smoke`: runs small versions of a training run's parts on the devices here.
 
 Every check runs by itself: one that fails does not stop the others. `doctor.smoke_checks` has them.
 """
@@ -20,7 +20,7 @@ LETTERS = 200  # of an error that are shown
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check: its seconds, and why it failed or was left out."""
+    """The result of a check: its seconds, and why it failed or was left out."""
 
     check: Check
     outcome: str

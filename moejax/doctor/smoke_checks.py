@@ -70,7 +70,7 @@ def smoke_checks(devices: Sequence[Any]) -> list[Check]:
 
 
 class SmokeRun:
-    """A tiny run whose experts are spread over all devices, and what the checks share of it."""
+    """A tiny run, with experts on all devices, that the checks share."""
 
     def __init__(self, devices: Sequence[Any]):
         self.cfg = smoke_config(len(devices), devices[0].platform)
@@ -124,7 +124,7 @@ def _batch(cfg: Config) -> Batch:
 
 
 def _kernel_checks(run: SmokeRun) -> Iterator[Check]:
-    """Each operation as it is chosen here, beside its reference; codecs are asked for too."""
+    """Yields a check of each operation's chosen form against its reference, with codecs."""
     policy = CompressionConfig(preset="hybrid")
     asked = dataclasses.replace(run.cfg, compression=policy)
     choices = select_kernels(asked, hardware_of(run.mesh, run.platform))
@@ -148,7 +148,7 @@ def _draw(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
 
 
 def _assert_close(have: Any, want: Any, share: float) -> None:
-    """Every array of a tree within a share of the largest value of the other's."""
+    """Raises unless each array is within a share of the largest wanted value."""
     pairs = zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True)
     for number, (x, y) in enumerate(pairs):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -158,7 +158,7 @@ def _assert_close(have: Any, want: Any, share: float) -> None:
 
 
 def _both_ways(function: Callable, arrays: Sequence[jax.Array]) -> Any:
-    """The result, and gradients by all arrays for a result's gradient of random numbers."""
+    """Returns the result, and gradients of all arrays for a random output gradient."""
 
     def run(*arrays: jax.Array) -> Any:
         y, pull = jax.vjp(function, *arrays)
@@ -168,7 +168,7 @@ def _both_ways(function: Callable, arrays: Sequence[jax.Array]) -> Any:
 
 
 def _check_experts(choice: Choice, cfg: Config) -> None:
-    """With an empty group, rows past the last, and the gradient of the router's weights."""
+    """Checks an empty group, rows past the last group, and the router weights' gradient."""
     rows, D, F, dtype = 256, cfg.model.width, cfg.moe.expert_hidden, cfg.model.dtype
     arrays = [_draw(0, rows, D), _draw(1, 4, D, 2, F) / D**0.5, _draw(2, 4, F, D) / F**0.5]
     one_M1 = jnp.ones((rows, 1), jnp.float32)
@@ -199,7 +199,7 @@ def _check_attention(choice: Choice, cfg: Config) -> None:
 
 
 def _check_quantize(choice: Choice, cfg: Config) -> None:
-    """What four peers quantised, added up."""
+    """Checks the sum of four peers' quantised arrays."""
     x = _draw(0, 4, 64, 4 * BLOCK)
 
     def run(x: jax.Array, implementation: str) -> jax.Array:
@@ -234,7 +234,7 @@ def _check_rows(choice: Choice, cfg: Config) -> None:
 
 
 def _collective_checks(devices: Sequence[Any]) -> Iterator[Check]:
-    """Each kind over all devices, beside what NumPy makes of the same numbers."""
+    """Yields a check of each collective over all devices, against NumPy."""
     n, axes = len(devices), ("device",)
     mesh = Mesh(np.asarray(devices), axes)
     x_PND = np.arange(n * n * 8, dtype=np.float32).reshape(n, n, 8)  # device p holds x[p]
@@ -282,7 +282,7 @@ def _run_checks(run: SmokeRun) -> Iterator[Check]:
 
 
 def _check_chunks(run: SmokeRun) -> None:
-    """The same tokens in one chunk and in four, with the gradients of tokens and weights."""
+    """Compares one chunk with four, with the gradients of tokens and weights."""
     cfg, spec, n = run.cfg, run.train_step.spec, run.mesh.size
     tokens, D, E, F = 64, cfg.model.width, cfg.moe.num_experts, cfg.moe.expert_hidden
     x, w_in = _draw(0, n * tokens, D, dtype=spec.dtype), _draw(1, E, D, 2, F) / D**0.5
@@ -318,7 +318,7 @@ def _check_steps(run: SmokeRun) -> None:
 
 
 def _check_checkpoint(run: SmokeRun) -> None:
-    """Every array of the state is the same to the bit."""
+    """Checks that every array of the restored state is the same to the bit."""
     state, _ = run.trained
     with tempfile.TemporaryDirectory(prefix="moejax-smoke-") as folder:
         checkpoints = Checkpoints(Path(folder), keep=1)

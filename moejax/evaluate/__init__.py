@@ -1,5 +1,5 @@
-"""Held-out likelihood of a checkpoint: `moejax eval`. Its name is what trainers call their verb.
+"""Held-out likelihood of a checkpoint: `moejax eval`.
 
-Read in this order: `command`, `checkpoint` (which one, and the settings of its model), `held_out`
+Read in this order: `command`, `checkpoint` (its choice, and the settings of its model), `held_out`
 (token files or texts), `documents` (their scores), `report`.
 """

@@ -1,4 +1,4 @@
-"""The checkpoint that is evaluated, and the config under which it is."""
+"""Chooses the checkpoint to evaluate, and makes its config."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,13 +23,13 @@ from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.step.train_step import TrainStep
 
-# Settings that a command reads which runs the model; all others are of training.
+# Settings of commands that only run the model; all others are for training.
 FORWARD = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
 FORWARD += ("train.batch_sequences", "checkpoint.init_from")
-# Those that an evaluation reads.
+# Settings of an evaluation.
 READ = (*FORWARD, "data.eval_files", "data.sequence_length", "data.isolate_documents")
 READ += ("train.micro_batches",)
-# Settings that another mesh begins anew: those of the run may not fit it.
+# Settings that go back to defaults on another mesh: the run's may not fit it.
 OF_MESH = (*LAYOUT, *STAGES, *EXCHANGE, "route_trim", "mesh.nodes")
 
 
@@ -49,12 +49,12 @@ def choose(
     processes: Processes,
     read: tuple[str, ...] = READ,
 ) -> Chosen:
-    """Returns the newest intact checkpoint of a run, or of a step. Changes no file.
+    """Returns a run's newest intact checkpoint, or the one of a step. Changes no file.
 
     Args:
       run: a run directory or a checkpoint, of training or imported.
       overrides: settings as for training.
-      read: beginnings of the names of settings that have an effect.
+      read: prefixes of the settings that have an effect.
     Raises:
       InputError: if there is none, or a setting does not fit it.
     """
@@ -90,8 +90,8 @@ def choose(
 def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
     """Returns the config of a run with settings changed for an evaluation.
 
-    The mesh is that of the run. If a setting names an axis, the settings describe the whole mesh:
-    other axes have one device, and replica takes what they leave. See also `on_all_devices`.
+    The run's mesh stays. If a setting names an axis, the settings describe the whole mesh: other
+    axes have one device, and replica takes the remaining devices. See also `on_all_devices`.
     """
     # Nothing is planned, and an evaluation has no codecs.
     cfg = change(cfg, {"plan": PlanConfig(mode="hand"), "compression": CompressionConfig()})
@@ -112,7 +112,7 @@ def read_weights(chosen: Chosen, train_step: TrainStep, processes: Processes = A
     """Returns a state of weights alone.
 
     Args:
-      train_step: of weights, on the mesh.
+      train_step: functions for weights alone (`TrainStep.of_weights`), on the mesh.
     """
     abstract, frozen = train_step.abstract, None
     weights = restore_weights(chosen.saved, abstract, processes)

@@ -68,7 +68,7 @@ def sum_documents(
     """Returns the sums over documents.
 
     Args:
-      nats: of each target, batch by batch, as `data.batches.eval_batches` cuts the stream.
+      nats: loss of each target, batch by batch, as `data.batches.eval_batches` cuts the stream.
       batch_tokens: positions of a batch.
     """
     sums = DocumentSums([], [], [])

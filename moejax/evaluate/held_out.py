@@ -1,4 +1,4 @@
-"""The text that is scored: token files, texts of which one is made, or the run's own."""
+"""Opens the text to score: token files, texts, or the run's own held-out data."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line says of the data."""
+    """The flags of the command line about the data."""
 
     files: Sequence[str]
     text_field: str | None
@@ -55,7 +55,7 @@ class Wanted:
 def open_held_out(wanted: Wanted, chosen: Chosen) -> Iterator[HeldOut]:
     """Opens the files of the command line, else the run's own held-out data.
 
-    Texts are written as token files into a temporary folder, which goes in the end.
+    Texts are written as token files into a temporary folder, which is removed in the end.
 
     Raises:
       InputError: if there is nothing to score, or it does not fit the model.
@@ -95,7 +95,7 @@ def _check_options(wanted: Wanted, texts: list[Path]) -> None:
 
 
 def check_eos_is_used(tokenizer: str | None, eos: str | None) -> None:
-    """Refuses a token that ends documents without a tokenizer that it is of."""
+    """Refuses `--eos` without `--tokenizer`."""
     if eos is not None and tokenizer is None:
         raise InputError(
             f"`--eos` has no effect. Got {eos!r} without --tokenizer. The run's tokenizer "
@@ -140,7 +140,7 @@ def _of_token_files(chosen: Chosen, files: list[str]) -> HeldOut:
 
 
 def _note_of_begins(source: JoinedSource, chosen: Chosen) -> list[str]:
-    """Tells of documents that begin otherwise than the texts of weights as they came."""
+    """Returns a warning if documents begin otherwise than texts of the imported weights."""
     beside = tokenizer_beside_weights(chosen)
     old = [one.path for one in source.sources if one.first_is_target]
     if beside is None or chosen.saved.step > 0 or not old:
@@ -182,12 +182,12 @@ def _trained_on(chosen: Chosen) -> list[dict[str, str]]:
 
 
 def describe_training(chosen: Chosen) -> Described | None:
-    """Returns what says how the text of a checkpoint's run became tokens, if it is here."""
+    """Returns the description of the token files of a checkpoint's run, if it is here."""
     return describe_tokens(chosen.cfg.data, chosen.saved.path.parents[:2])
 
 
 def tokenizer_that_came(chosen: Chosen) -> Path | None:
-    """Returns the tokenizer.json that came with the weights, if the model has no other by now."""
+    """Returns the tokenizer.json that came with the weights, unless training used another."""
     beside, step = tokenizer_beside_weights(chosen), chosen.saved.step
     if beside is None:
         return None
@@ -212,7 +212,7 @@ def open_tokenizer(named: str | None, eos: str | None, chosen: Chosen) -> Tokeni
       named: a tokenizer.json; None for the model's own.
       eos: token that ends a document in it; None for a usual one.
     Raises:
-      InputError: if there is none, or `eos` goes with none.
+      InputError: if there is none, or `eos` is given without `named`.
     """
     if named is not None:
         return FileTokenizer(Path(named), eos)

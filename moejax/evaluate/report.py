@@ -36,7 +36,7 @@ class Result:
             return math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what --json prints; numbers that are not finite are null."""
+        """Returns the object that --json prints; numbers that are not finite are null."""
         totals = {
             "checkpoint": self.checkpoint,
             "step": self.step,

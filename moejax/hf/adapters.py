@@ -7,7 +7,7 @@ transformers 5, and have theirs joined: `lora_A` [E * A, inputs] with experts ou
 around the first, and names the first `base_layer`. Sources: peft 0.21, `tuners/lora/layer.py`
 (`ParamWrapper`) and `utils/transformers_weight_conversion.py`.
 
-Letters: those of `moejax/layout/layout.py`.
+Letters as in `moejax/layout/layout.py`.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class AdaptedTensor:
     """A tensor of a model's files whose parameter has an adapter.
 
     Attributes:
-      name: in the files of the model, such as model.layers.3.self_attn.q_proj.weight.
+      name: its name in the model's files, such as model.layers.3.self_attn.q_proj.weight.
       view: how it holds one layer's parameter.
       factors: returns the layer's adapter, as arrays of the host.
     """
@@ -66,7 +66,7 @@ class AdaptedTensor:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it has all experts of a layer."""
+        """True if it has all experts of a layer."""
         return self.view.dims[0] == self.view.groups[0] == "E"
 
 
@@ -74,7 +74,7 @@ def adapted_tensors(tensors: Iterable[Tensor], read: ReadPart) -> list[AdaptedTe
     """Returns tensors with their adapters.
 
     Args:
-      tensors: of parameters that have an adapter, the experts of a layer in one tensor.
+      tensors: tensors of parameters with an adapter, the experts of a layer in one tensor.
       read: reads the factors, which are the parameters `PATH.a` and `PATH.b`.
     """
 
@@ -91,7 +91,7 @@ def write_adapter(
     """Writes an adapter into an existing folder.
 
     Args:
-      tensors: of all parameters with an adapter. Experts must be one tensor a layer.
+      tensors: tensors of all parameters with an adapter. Experts must be one tensor a layer.
       base: name or path of the model that it adapts.
     Raises:
       InputError: names a tensor that peft cannot adapt.
@@ -134,7 +134,7 @@ def adapter_config(
 
 
 def _check(tensor: AdaptedTensor) -> None:
-    """Refuses what peft keeps in another form."""
+    """Refuses tensors whose adapters peft keeps in another form."""
     if tensor.module.endswith("embed_tokens"):
         raise InputError(
             f"the adapter of {tensor.name} has no place in peft's form here. Embeddings are looked "

@@ -14,10 +14,10 @@ from moejax.hf.reader import Folder
 
 
 def read_config(path: Path, keys: Mapping[str, Any]) -> tuple[Family, Config]:
-    """Returns the family and the settings that a `config.json` says; others have their defaults.
+    """Returns the family and the settings of a `config.json`; others have their defaults.
 
     Args:
-      path: of the file, for messages.
+      path: path of the file, for messages.
     Raises:
       InputError: names the key that cannot be computed here.
     """
@@ -30,12 +30,12 @@ def read_config(path: Path, keys: Mapping[str, Any]) -> tuple[Family, Config]:
 
 
 def config_of(folder: Folder) -> Config:
-    """Returns the settings that a folder's `config.json` says; see `read_config`."""
+    """Returns the settings of a folder's `config.json`; see `read_config`."""
     return read_config(folder.path / CONFIG, folder.config)[1]
 
 
 def _check_layers(number: object) -> None:
-    """Refuses a number of layers for which lists of layers would fill the memory."""
+    """Refuses a number of layers so large that a list of layers would fill the memory."""
     most = find_field("model.num_layers").at_most
     if isinstance(number, int) and most is not None and number > most:
         raise InputError(
@@ -45,7 +45,7 @@ def _check_layers(number: object) -> None:
 
 IMPORT_FIRST = (
     "Change these back; or, if the change is meant, import the folder (moejax hf import), change "
-    "the settings, and begin from what that wrote."
+    "the settings, and begin from the imported checkpoint."
 )
 
 

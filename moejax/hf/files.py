@@ -2,7 +2,7 @@
 
 Nothing of a folder is trusted: names may lead outside, sizes may be absurd, headers may lie. The
 safetensors library judges each file's header; bytes are read here (`hf.reader`), because in NumPy
-it has no 8-bit floats, and it maps files so that memory seems to grow with what was read.
+it has no 8-bit floats, and it maps files, so that the memory in use seems to grow with each read.
 """
 
 import json
@@ -40,7 +40,7 @@ class Stored:
 
 
 def is_folder_of_weights(path: Path) -> bool:
-    """Whether a path looks like a folder with a `config.json` of transformers."""
+    """Returns whether a path looks like a folder with a `config.json` of transformers."""
     try:
         return "model_type" in read_json(path / CONFIG, SMALL_BYTES)
     except InputError:
@@ -104,7 +104,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _refuse_other(folder: Path) -> NoReturn:
-    """Says what was found in the place of weights."""
+    """Raises InputError about the files found in place of weights."""
     names = sorted(path.name for path in folder.iterdir())
     pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:
@@ -120,7 +120,7 @@ def _refuse_other(folder: Path) -> NoReturn:
 
 
 def _read_sharded(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
-    """Reads all files that an index names, and holds them against it."""
+    """Reads all files that an index names, and compares them with it."""
     where = index.get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(v, str) for v in where.values()):
         raise InputError(

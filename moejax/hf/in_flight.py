@@ -1,4 +1,4 @@
-"""Work of several threads that never holds more than so many bytes at once."""
+"""Runs jobs in several threads, with a limit on the bytes that they hold at once."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ def map_in_flight(
 
     Args:
       size_of: returns the bytes that a job holds, its result included.
-      limit: of bytes in flight; None: `LIMIT_BYTES`.
+      limit: most bytes in flight; None: `LIMIT_BYTES`.
     """
     limit = LIMIT_BYTES if limit is None else limit
     running: deque[tuple[Future[Result], int]] = deque()

@@ -1,7 +1,7 @@
 """Fills a model's parameters from a folder, on any mesh.
 
 All names and shapes are compared before anything is read: each parameter is filled once, and each
-tensor is used once or left out by a rule. Each process then reads what its own shards need, one
+tensor is used once or left out by a rule. Each process then reads its own shards, one
 parameter at a time, so that a process holds its shards and little more.
 """
 
@@ -33,17 +33,17 @@ BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 COPIES = tuple(rule.theirs for rule in AHEAD_COPIES)
 ALIGNMENT = 64  # bytes, at which JAX takes a NumPy array on the CPU without a copy
-THREADS = 4  # read and convert beside each other
+THREADS = 4  # read and convert in parallel
 SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What fills each parameter.
+    """The tensors that fill each parameter.
 
     Attributes:
-      tensors: by path and repeat of stacked layers.
-      zeros: paths that no tensor holds: selection biases of a family without.
+      tensors: tensors by path and repeat of stacked layers.
+      zeros: paths that no tensor fills: selection biases, if the family's files have none.
       left_out: tensors that are not read, by reason.
     """
 
@@ -80,7 +80,7 @@ def without_rule(family: Family, parameters: Mapping[str, Parameter]) -> frozens
 
 
 def plan_load(folder: Folder, model: ModelDef, params: Tree, router_bias: Tree) -> LoadPlan:
-    """Returns what fills each parameter of a model.
+    """Returns the tensors that fill each parameter of a model.
 
     Raises:
       InputError: names tensors that are missing, too many, or of another shape.
@@ -100,7 +100,7 @@ def plan_load(folder: Folder, model: ModelDef, params: Tree, router_bias: Tree) 
 
 
 def _check_tensors(folder: Folder, tensors: Iterable[Tensor]) -> None:
-    """Refuses missing tensors, and those of another shape."""
+    """Refuses missing tensors, and tensors of another shape."""
     missing = [tensor for tensor in tensors if tensor.name not in folder.weights]
     if missing:
         if missing[0].path.startswith(PREDICT_AHEAD):
@@ -149,7 +149,7 @@ def _left_out(
 
 
 def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConfig) -> str | None:
-    """Returns why a tensor is not read; None if nothing says so."""
+    """Returns the reason to leave a tensor out; None if there is none."""
     if BUFFERS.fullmatch(name):
         return "frequencies of rotary positions, which are computed"
     if name == "lm_head.weight" and model.tie_embeddings:
@@ -228,7 +228,7 @@ def read_bounds(
 
     Args:
       bounds: start and stop along each dimension.
-      run: `map`, or that of threads.
+      run: `map`, or the `map` of a thread pool.
     """
     shape = tuple(stop - start for start, stop in bounds)
     out = _aligned(shape, np.dtype(dtype))

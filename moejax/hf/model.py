@@ -1,4 +1,4 @@
-"""The model of a config as weights see it: without a mesh, and whatever its training is."""
+"""The model of a config, independent of its mesh and its training."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def describe_anywhere(cfg: Config, *, adapters: bool = False) -> tuple[ModelDef,
     """Returns a model, and shapes of all weights and selection biases; touches no device.
 
     Args:
-      adapters: whether the model has those of the config beside its weights.
+      adapters: whether to add the config's adapters to the weights.
     """
     alone = model_alone(cfg)
     if adapters:

@@ -64,7 +64,7 @@ def copy_small_files(source: Path, target: Path, *, config: bool = True) -> None
 
 
 def origin_of(step: Path) -> Path | None:
-    """Returns where the small files of a checkpoint's run are, if it has any."""
+    """Returns the directory of the small files of a checkpoint's run, if it has any."""
     for place in (step.parent, step.parent.parent):
         if (place / ORIGIN / CONFIG).is_file():
             return place / ORIGIN

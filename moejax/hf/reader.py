@@ -1,4 +1,4 @@
-"""Reads parts of a folder's tensors, no more bytes than are needed, whatever their dtype.
+"""Reads parts of a folder's tensors, of any dtype, without reading whole files.
 
 Quantised tensors appear dequantised under the name of the weight: 8-bit floats with a scale a block
 (DeepSeek-V3, MiniMax-M2), and MXFP4 (gpt-oss: 4-bit floats, 32 with a scale). Letters: R rows,
@@ -38,18 +38,18 @@ E4M3 = ("e4m3", "float8_e4m3fn")  # names in `quantization_config`
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 # A piece of a row below this is read with its neighbours, a block of rows at a time.
 PIECE_BYTES, BLOCK_BYTES = 1 << 14, 1 << 23
-# Values of the 16 codes of e2m1, OCP Microscaling Formats (2023), section 5.3.3.
 SAMPLE_BYTES = 4096  # of a tensor, which tells models apart
+# Values of the 16 codes of e2m1, OCP Microscaling Formats (2023), section 5.3.3.
 POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([POSITIVE, -POSITIVE])
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor as models name it.
+    """A tensor under the name that models give it.
 
     Attributes:
-      stored: its own bytes.
+      stored: its bytes in a file.
       scales: its scales, if it is quantised.
       block: rows and columns that share a scale.
     """
@@ -104,12 +104,12 @@ class Folder:
 
     @property
     def narrow(self) -> bool:
-        """Whether no weight needs float32: most are of two bytes or fewer."""
+        """True if less than half of the numbers are stored in float32."""
         wide = sum(math.prod(w.shape) for w in self.weights.values() if w.stored.dtype == "F32")
         return 2 * wide < sum(math.prod(w.shape) for w in self.weights.values())
 
     def read(self, name: str, ranges: tuple[Range, ...]) -> np.ndarray:
-        """Returns a part of a tensor; what is quantised comes as float32."""
+        """Returns a part of a tensor; a quantised one as float32."""
         weight = self.weights[name]
         if weight.scales is None:
             return self._read(weight.stored, ranges)
@@ -177,7 +177,7 @@ def _runs(
     """Yields contiguous runs of bytes, of `BLOCK_BYTES` or a row, that hold a part of a tensor.
 
     Each is given as slices of the result along the first dimensions, and as the ranges of the
-    tensor that are read. Small pieces of rows are read with what lies between them.
+    tensor that are read. Small pieces of rows are read together with the bytes between them.
     """
     # Dimensions after `split` are whole; those before it are walked.
     split = len(shape)

@@ -19,12 +19,12 @@ from moejax.hf.views import View
 FLAT = "*"  # of a rule: one dimension of all letters
 BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
 # The module for multi-token prediction is a layer after the last, with parameters of its own.
-PREDICT_AHEAD = "predict_ahead."  # what its parameters' paths begin with
+PREDICT_AHEAD = "predict_ahead."  # prefix of its parameters' paths
 AHEAD = re.compile(r"(?P<stack>predict_ahead\.group\.blocks\.0\.)(?P<own>.+)")
 
 Index = tuple[int | slice, ...]  # positions in an array, and whole dimensions
-# Returns numbers of a parameter or selection bias, given its path and where they are in it. An
-# index without entries for some dimensions has these whole. Several threads call it.
+# Returns a part of a parameter or selection bias, given its path and an index. Dimensions without
+# an entry in the index are whole. Several threads call it.
 ReadPart = Callable[[str, Index], np.ndarray]
 
 
@@ -35,7 +35,7 @@ class Rule:
     Attributes:
       ours: path of a parameter below its block, or from the model's root.
       theirs: name of the tensor below its layer, or whole; {E} stands for an expert's number.
-        What `predict_ahead` has besides its block is below its layer too.
+        Parameters of `predict_ahead` outside its block are below its layer too.
       dims: letters that each of its dimensions joins, with spaces between; "1" for one element.
       at: the position of a letter that the tensor lacks.
       paired: letter whose rotary channels are pairs in the tensor, and halves here.
@@ -58,7 +58,7 @@ class Parameter:
 
     Attributes:
       dims: letters of its dimensions, without stacked layers.
-      shape: with stacked layers in front.
+      shape: its shape, with stacked layers in front.
     """
 
     path: str
@@ -82,7 +82,7 @@ class Tensor:
 
     @property
     def index(self) -> Index:
-        """Where its numbers are in the parameter."""
+        """The index of its numbers in the parameter."""
         at = dict(self.view.at)
         own = tuple(at.get(letter, slice(None)) for letter in self.view.dims)
         return own if self.repeat is None else (self.repeat, *own)
@@ -90,11 +90,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is in the model.
+    """The place of a parameter in the model.
 
     Attributes:
       own: its path below its block, or the whole path.
-      kind: "dense" or "moe" for that of its block; "" outside of blocks.
+      kind: "dense" or "moe", as its block; "" outside of blocks.
       layers: numbers of the layers that it has, in the order they are stacked.
       stacked: whether these are in front of its dimensions.
     """
@@ -115,8 +115,8 @@ def tensors_of(
     """Returns all tensors of a model, in the order of its layers.
 
     Args:
-      parameters: by path.
-      layer: what the names of a layer's tensors begin with.
+      parameters: parameters by path.
+      layer: prefix of the names of a layer's tensors.
     Raises:
       InputError: if no rule holds some parameter.
     """

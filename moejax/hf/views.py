@@ -1,4 +1,4 @@
-"""How a tensor of a file and a parameter hold the same numbers in different shapes.
+"""Maps numbers between a parameter and a tensor of a file, whose shapes differ.
 
 A view is a permutation of numbers, described by letters of dimensions: each dimension of the tensor
 joins some letters of the parameter, and letters that it lacks are at one position. A query
@@ -6,7 +6,7 @@ projection `w_DHC` is the tensor ("HC", "D"): heads and their channels are joine
 transposed. The gate of expert 3 in `w_EDUF` is ("F", "D") at E = 3, U = 0. One description serves
 both directions, so that export undoes import by construction.
 
-Letters: those of the parameter, of `moejax/layout/layout.py`.
+Letters are the parameter's, from `moejax/layout/layout.py`.
 """
 
 import math
@@ -67,7 +67,7 @@ class View:
         return math.prod(self.shape)
 
     def fill(self, out: np.ndarray, box: Box, read: Read) -> None:
-        """Writes what the tensor holds of a part of the parameter; reads no more than it needs.
+        """Fills a part of the parameter with the numbers that the tensor holds of it.
 
         Args:
           out: the part of the parameter that `box` names.
@@ -90,7 +90,7 @@ class View:
         """Returns the tensor of the parameter's values at its positions, [free letters].
 
         Args:
-          dtype: of the tensor; None: that of the values.
+          dtype: dtype of the tensor; None: dtype of the values.
         """
         if self.paired is not None:
             order = np.argsort(self.tensor_positions())
@@ -102,7 +102,7 @@ class View:
         return whole.reshape(self.shape)
 
     def tensor_positions(self) -> np.ndarray:
-        """Returns the tensor's position of each of the parameter's along the paired letter."""
+        """Returns the tensor's position for each position of the parameter, paired letter only."""
         assert self.paired is not None
         letter, rotated = self.paired
         positions = np.arange(self.size[letter])
@@ -123,7 +123,7 @@ class View:
         return out[tuple(index)]
 
     def _parts(self, box: Box) -> Iterator[tuple[tuple[Range, ...], Box]]:
-        """Yields what to read: ranges of the tensor, and the letters' ranges in reading order."""
+        """Yields the reads: ranges of the tensor, and the letters' ranges in reading order."""
         if self.paired is not None:  # its positions are scattered, so all are read
             box = {**box, self.paired[0]: (0, self.size[self.paired[0]])}
         for parts in product(*(list(self._of_group(group, box)) for group in self.groups)):
@@ -150,10 +150,10 @@ class View:
 
 
 def copy(target: np.ndarray, values: np.ndarray) -> None:
-    """Assigns, in tiles where the two have other innermost dimensions.
+    """Copies values to the target, in tiles if their innermost dimensions differ.
 
     A transposed matrix is copied several times as fast as without tiles: a row of the one is a
-    column of the other, and no cache holds all rows. What is converted too is transposed first.
+    column of the other, and no cache holds all rows. Another dtype is converted after that.
     Measured in docs/log.md (2026-11-24).
     """
     inner = int(np.argmin(np.abs(values.strides))) if values.ndim else 0

@@ -2,8 +2,8 @@
 
 The header of every file is known before the first tensor is read, so tensors stream: a thread reads
 one, turns it, writes it at its place and forgets it; of a tensor with all experts of a layer it
-takes one expert at a time. Bytes in flight are bounded. Each process writes the files that are its
-own, and asks for no other tensors.
+takes one expert at a time. Bytes in flight are bounded. Each process writes its own files, and
+reads no other tensors.
 """
 
 import functools
@@ -32,9 +32,9 @@ from moejax.step.model import ModelDef
 from moejax.step.state import Tree
 
 AHEAD_COPIED = tuple(rule.ours for rule in AHEAD_COPIES)
-TOGETHER_BYTES = 16 << 20  # of a tensor at most whose experts are written together
-READ_BYTES = 4  # of a number that is read, at most
-FILE_BYTES = 5 * 10**9  # of a file at most, as transformers cuts
+TOGETHER_BYTES = 16 << 20  # at most, of a tensor whose experts are written together
+READ_BYTES = 4  # at most, of a number that is read
+FILE_BYTES = 5 * 10**9  # at most, of a file, as transformers cuts
 DTYPES = {
     "float32": ("F32", np.dtype(np.float32)),
     "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
@@ -107,7 +107,7 @@ def plan_files(
 
     Args:
       params, router_bias: arrays or shapes.
-      dtype: of the weights; selection biases stay in float32.
+      dtype: dtype of the weights; selection biases stay in float32.
     Raises:
       InputError: if the family has no tensor for a parameter.
     """
@@ -169,7 +169,7 @@ def write_weights(
 
     Args:
       folder: exists; nothing in it is read.
-      read: is asked for all tensors of a parameter before those of the next.
+      read: called for all tensors of a parameter before the next one's.
       progress: called with the number of elements of each tensor that this process wrote.
     """
     with ExitStack() as stack:
@@ -253,7 +253,7 @@ def _write_index(files: Sequence[OutFile], folder: Path) -> None:
 
 
 def total_elements(files: Sequence[OutFile]) -> int:
-    """Returns the numbers in all files together."""
+    """Returns the number of elements in all files."""
     return sum(math.prod(p.tensor.view.shape) for file in files for p in file.placed)
 
 

@@ -1,4 +1,4 @@
-"""What kernels are chosen for, and what a choice says."""
+"""The hardware that kernels are chosen for, and the choice."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ class Hardware:
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      capability: CUDA's compute capability; None where it is not known, as of a mesh that has no
-        devices: it is then taken for that of Hopper.
+      capability: CUDA's compute capability; None if unknown, as for a mesh without devices: then
+        Hopper is assumed.
     """
 
     platform: str

@@ -19,11 +19,11 @@ import jax
 #   blocks            (rows, groups), where each group is computed in blocks
 #   bytes             moved besides the operands
 #   unread            share of the cost that is left where nothing reads the first result
-# Key of a gather's cost: bytes, those that move.
+# Key of a gather's cost: bytes moved.
 Cost = dict[str, Any]
 
-# Matrix products: gate, up and down forward; backward each by rows and by weights, and where
-# weights are frozen by rows alone.
+# Matrix products: gate, up and down forward; backward each for rows and for weights, or for rows
+# alone if weights are frozen.
 PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "experts_frozen": 3, "products": 1}
 # Extra passes over all weights for experts in blocks: slicing the weights; in backward also their
 # gradients.

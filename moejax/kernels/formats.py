@@ -16,13 +16,13 @@ class Format:
 
     The error of a value x in a block with largest magnitude a and scale s = a / largest is at
     most max(|x| * relative, s * absolute) + largest * tiny: half a step between neighbours, and
-    what is lost when s is denormal. Stochastic rounding errs by up to twice as much.
+    the loss when s is denormal. Stochastic rounding errs by up to twice as much.
 
     Attributes:
       largest: the largest number.
       relative: half a step over the value, where steps grow with values; 0 where they do not.
       absolute: half of the smallest step.
-      bits: of a value on the wire.
+      bits: bits of a value on the wire.
     """
 
     largest: float

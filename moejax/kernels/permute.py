@@ -62,7 +62,7 @@ def take_rows(x_MD: jax.Array, index_CR: jax.Array, inverse_CM: jax.Array, chunk
     read them. That saves the masks of `permute`, each a kernel of its own.
 
     Args:
-      index_CR: of all C chunks, so that backward keeps these arrays, and not a part for each chunk.
+      index_CR: indices of all C chunks, so that backward keeps these arrays, not a part per chunk.
       inverse_CM: the row of y that takes row m.
     """
     return any_rows_at(x_MD, index_CR[chunk])

@@ -111,7 +111,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
 
 
 def _attention_choices(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
-    """Returns the choice for attention of whole sequences, and for that of parts if there are."""
+    """Returns the choice for attention of whole sequences, and of parts if there are any."""
     model, mesh, train = cfg.model, cfg.mesh, cfg.train
     ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
     attends = partial(
@@ -132,10 +132,10 @@ def _attention_choices(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
 
 
 def _parts_of_sequence(cfg: Config) -> int:
-    """In how many parts queries of a sequence attend; 1: whole sequences alone.
+    """Returns the number of parts in which a sequence's queries attend; 1: whole sequences alone.
 
-    A part is a slice, or of the block of `model.predict_ahead` a stage's share: with tensor ranks
-    that have positions each, one of as many parts (`comm.links.parts_per_share`).
+    A part is a slice, or for the block of `model.predict_ahead` a stage's share. If tensor ranks
+    hold different positions, the share itself is in parts (`comm.links.parts_per_share`).
     """
     mesh = cfg.mesh
     if mesh.stage_slices > 1:
@@ -256,12 +256,13 @@ def select_attention(
     """Returns the implementation of `kernels.attention.blocked`.
 
     Args:
-      width: of a head's queries and keys.
+      width: width of a head's queries and keys.
       length, sequences: T, and B on one device in one micro-batch.
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
-      value_width: of a head's values; None for `width`.
+      value_width: width of a head's values; None for `width`.
       sinks: whether a learned logit takes part in each softmax.
-      slices: of the positions: `kernels.attention.sliced_attention`. More than one need a mask too.
+      slices: number of slices of the positions (`kernels.attention.sliced_attention`). More than
+        one need a mask too.
     """
     widest, queries = max(width, value_width or width), length // slices
     if hardware.platform == "tpu":
@@ -293,7 +294,7 @@ def select_attention(
 
 
 def _cudnn_declines(hardware: Hardware, dtype: str, width: int, sinks: bool) -> str | None:
-    """Why cuDNN's fused attention does not run; None if it does."""
+    """Returns why cuDNN's fused attention does not run; None if it does."""
     if hardware.platform != "gpu":
         return f"it is for GPUs, this is {hardware.platform}"
     if dtype != "bfloat16":
@@ -316,7 +317,7 @@ def _number(capability: str) -> tuple[float, ...] | None:
 
 
 def _mosaic_declines(hardware: Hardware) -> str | None:
-    """Why no kernel of ours for Hopper runs; None if they do."""
+    """Returns why our kernels for Hopper do not run; None if they do."""
     if hardware.platform != "gpu":
         return f"it is for GPUs, this is {hardware.platform}"
     if hardware.capability not in (None, HOPPER):

@@ -9,7 +9,7 @@ letters of the model:
     D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
     N tokens                L layers              A rank of an adapter
     Z width of a latent     R channels of a head that rotate
-    O model width, where a matrix has both sides in it: what comes out
+    O model width of the outputs, where inputs have it too (D)
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files
@@ -45,7 +45,7 @@ class Layout:
     fsdp: Axes = ("fsdp",)
     expert: Axes = ("expert",)
     tensor: Axes = ("tensor",)
-    # Empty without pipeline stages. What is not of a stage's layers is spread over it as data.
+    # Empty without pipeline stages. Parameters outside the stages, and data, are sharded over it.
     stage: Axes = ()
     stacked: Axes = ()  # mesh axes that shard the leading dimension of stacked layers
     slow: Axes = ()  # mesh axes whose devices lie on different nodes
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def hidden_over_tensor(self) -> bool:
-        """Whether tensor shards the experts' hidden width; their results are then partial sums."""
+        """True if tensor shards the experts' hidden width; their results are then partial sums."""
         return self.expert_weights == "hidden"
 
     def between_nodes(self, axes: Axes) -> Axes:
@@ -99,7 +99,7 @@ class Layout:
           whole: experts over the expert axis, and tensor ranks hold copies.
         Width is over the stages too, outside of their layers.
         Other parameters: width over (fsdp, expert); heads, hidden width and vocabulary over tensor.
-          Those from a latent to heads have no width: there the latent takes its axes.
+          Matrices from a latent to heads have no width: there the latent is over these axes.
         Factors of adapters: each dimension as in the weight, and the rank is not sharded.
         Parameters of one dimension are not sharded.
         """
@@ -116,7 +116,7 @@ class Layout:
         return tuple(rules.get(letter, ()) for letter in dims)
 
     def is_replicated(self, dims: str) -> bool:
-        """Whether a parameter is replicated: every device holds all of it."""
+        """Returns whether every device holds all of a parameter."""
         return not any(self.param_axes(dims))
 
     def param_spec(self, dims: str, ndim: int) -> PartitionSpec:
@@ -134,7 +134,7 @@ class Layout:
 
 
 def is_product(dims: str) -> bool:
-    """Whether a parameter multiplies activations, as biases, norm scales and sinks do not.
+    """Returns whether a parameter multiplies activations: no bias, norm scale or sink does.
 
     Its products start or end at the model's width, at a latent or at an adapter's rank. Experts
     (first letter E) count as many parameters, so that one dimension besides theirs is a bias.

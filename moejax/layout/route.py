@@ -64,12 +64,12 @@ class Route:
 
     @property
     def merges(self) -> bool:
-        """Whether rows merge: weights then travel along, and results are summed on the way back."""
+        """True if rows merge: weights then travel along, and results are summed on the way back."""
         return any(hop.merge for hop in self.hops)
 
     @property
     def parts_by_expert(self) -> bool:
-        """Whether the parts of a bucket are runs of rows sorted by expert: each meets few experts.
+        """True if the parts of a bucket are runs of rows sorted by expert: each meets few experts.
 
         A second exchange, or rows that merge, would find uneven loads in such parts.
         """

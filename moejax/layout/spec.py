@@ -28,7 +28,7 @@ class StepSpec:
     attention: str = "blocked"  # implementation of kernels.attention, for whole sequences
     sliced_attention: str = "blocked"  # and of kernels.sliced_attention, for parts of them
     stacked: bool = True  # repeats of a layer group share arrays; else each repeat has its own
-    # Whether overflow rounds hold their layer. False only where a step is traced to be priced for
+    # Whether overflow rounds compute anything. False only where a step is traced to be priced for
     # a routing that overflows no bucket: it must not run.
     rounds: bool = True
     # Optimization barriers after the steps of the token pipeline, for compilers that order the

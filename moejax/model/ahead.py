@@ -71,7 +71,7 @@ def targets_ahead(target_BT: Int[Array, "B T"], segment_BT: Int[Array, "B T"]) -
 
 
 def _goes_on(segment_BT: jax.Array) -> jax.Array:
-    """Whether the next position is of the same document; false for the last one."""
+    """Returns whether the next position is of the same document; false for the last."""
     return _shifted(segment_BT, -1) == segment_BT
 
 

@@ -61,7 +61,7 @@ class Attention(nnx.Module):
     def prefill(
         self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As a call; returns the keys and values of all positions too, [B, S, G, C] each."""
+        """As `__call__`; also returns the keys and values of all positions, [B, S, G, C] each."""
         q_BTHC, k_BSGC, v_BSGC = self._project(x_BtD, angles)
         y_BTHC = attention(
             q_BTHC,
@@ -83,13 +83,13 @@ class Attention(nnx.Module):
         angles: Angles,
         attend: Callable[..., jax.Array],
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As a call, for a part of the positions of the sequences.
+        """As `__call__`, for a part of the positions of the sequences.
 
         Args:
-          angles: of these positions.
+          angles: angles of these positions.
           attend: attention of queries, keys and values, with cached ones bound.
         Returns:
-          What a call returns, and the keys and values of these positions.
+          The result of `__call__`, and the keys and values of these positions.
         """
         q_BTHC, k_BTGC, v_BTGC = self._project(x_BtD, angles)
         implementation = self.spec.sliced_attention
@@ -107,9 +107,9 @@ class Attention(nnx.Module):
 
         Args:
           cache: keys and values of earlier positions, each [B, S, G, C].
-          angles: of the rows' positions.
+          angles: angles of the rows' positions.
         Returns:
-          What a call returns, and the cache with the rows' own keys and values.
+          The result of `__call__`, and the cache with the rows' own keys and values.
         """
         q_1BHC, k_1BGC, v_1BGC = self._project(x_1tD, angles)
         k_BSGC = put(cache[0], k_1BGC[0], position_B)
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
         return rotate(q_BTHC, angles), rotate(k_BSGC, angles), v_BSGC
 
     def _form(self) -> dict[str, Any]:
-        """What the softmax takes besides queries, keys and values."""
+        """Returns the arguments of attention besides queries, keys and values."""
         return {
             "window": self.window,
             "scale": score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width),

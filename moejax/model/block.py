@@ -26,7 +26,7 @@ from moejax.model.rope import Angles, angles_at
 from moejax.moe.layer import MoE, MoEStats
 from moejax.moe.router import Noise
 
-# Calls a block's attention; returns its output, and what a cache keeps.
+# Calls a block's attention; returns its output, and the arrays for a cache.
 Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
@@ -68,9 +68,9 @@ class Block(nnx.Module):
         """Runs the block around a call of its attention.
 
         Args:
-          attend: takes the attention and its input; returns its output, and what a cache keeps.
+          attend: takes the attention and its input; returns its output, and the arrays for a cache.
         Returns:
-          The new residual stream, the statistics of the experts, and what a cache keeps.
+          The new residual stream, the statistics of the experts, and the arrays for a cache.
         """
         # Gathered here, the weights of the MLP and experts arrive while attention runs.
         stats = None
@@ -109,12 +109,12 @@ def scale_by_gate(
 
 
 class Slice(NamedTuple):
-    """A slice of sequences, which run through the layers one after the other.
+    """A slice of sequences; slices run through the layers one after the other.
 
     Attributes:
       number: its number.
       length: its positions.
-      past: of each block keys and values of earlier slices, [B, S, ...]; see
+      past: keys and values of earlier slices, [B, S, ...], for each block; see
         `kernels.attention.sliced_attention`.
     """
 
@@ -166,10 +166,10 @@ class Pattern(nnx.Module):
     def in_slice(
         self, x_BtD: jax.Array, angles: Angles, attends: list[Any], noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats], list[jax.Array]]:
-        """As a call, for a part of the positions; returns their keys and values too.
+        """As `__call__`, for a part of the positions; also returns their keys and values.
 
         Args:
-          attends: for each block, as of `Attention.in_slice`.
+          attends: for each block, `attend` of `Attention.in_slice`.
         """
         stats, own = [], []
         for index, (block, told) in enumerate(zip(self.blocks, attends, strict=True)):

@@ -1,8 +1,8 @@
 """The model with a cache of keys and values: whole prompts, then one token of each row at a time.
 
-Per device, inside shard_map. The blocks are those of training; only the call of their attention
-differs. A row's positions are its places in the cache, from 0. Padding behind a shorter prompt is
-not seen, and the row's own tokens replace it.
+Per device, inside shard_map. The blocks are the same as in training; only the call of their
+attention differs. A row's positions are its places in the cache, from 0. Padding behind a shorter
+prompt is not seen, and the row's own tokens replace it.
 
 In a decoding step B rows have one token each. They run as one sequence of B tokens, so that the
 tensor axis splits rows where it splits positions in training, and every route to the experts works.
@@ -28,7 +28,7 @@ Cache = list[list[tuple[jax.Array, ...]]]
 
 
 class Cached(NamedTuple):
-    """What a call with a cache returns."""
+    """The result of a call with a cache."""
 
     logit_BV: Float[Array, "B V"]  # of the token after each row's last one, float32
     cache: Cache
@@ -68,7 +68,7 @@ def decode(
     """Runs one token of each row, and adds it to the cache.
 
     Args:
-      position_B: of each row's token, below the cache's capacity.
+      position_B: position of each row's token, below the cache's capacity.
     """
     cfg = model.cfg
     angles = angles_at(position_B, cfg.rotated_channels, cfg.rope)

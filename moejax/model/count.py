@@ -21,7 +21,7 @@ class Counts:
         as two. Attention counts the pairs of positions inside the causal mask and the window,
         across documents too. Recomputation is not counted. Frozen weights count with two products
         of three, because they need no gradient, and adapters as products of their own.
-      trained: parameters that are trained: all, or those of adapters.
+      trained: number of trained parameters: all, or the adapters'.
     """
 
     total: int
@@ -40,7 +40,7 @@ def count(
 
     Args:
       sizes: parameter path -> (dimension letters, elements of all stacked layers).
-      adapters: the same of the factors of adapters; the parameters of `sizes` are then frozen.
+      adapters: the same for the factors of adapters; the parameters of `sizes` are then frozen.
     """
     total = active = matmul = 0
     E, K = cfg.moe.num_experts, cfg.moe.experts_per_token

@@ -29,7 +29,7 @@ LATENT_EPSILON = 1e-6
 
 
 class Projected(NamedTuple):
-    """What attention needs of the tokens, before keys and values are expanded."""
+    """Projections of the tokens, before keys and values are expanded."""
 
     q_BTHC: Float[Array, "B T H C"]  # rotated
     latent_BTZ: Float[Array, "B T Z"]  # of keys and values, normalised
@@ -74,7 +74,7 @@ class LatentAttention(nnx.Module):
     def prefill(
         self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As a call; returns the latents of all positions too, with their keys that rotate."""
+        """As `__call__`; also returns the latents of all positions, with their keys that rotate."""
         projected = self._project(x_BtD, angles)
         return self._expand(projected, segment_BT, angles), (_kept(projected, angles),)
 
@@ -115,9 +115,9 @@ class LatentAttention(nnx.Module):
 
         Args:
           cache: (kept_BSZ,), the latents of earlier positions with their keys that rotate.
-          angles: of the rows' positions.
+          angles: angles of the rows' positions.
         Returns:
-          What a call returns, and the cache with the rows' own latents.
+          The result of `__call__`, and the cache with the rows' own latents.
         """
         cfg = self.cfg
         projected = self._project(x_1tD, angles)
@@ -142,7 +142,7 @@ class LatentAttention(nnx.Module):
         return score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width)
 
     def _project(self, x_BtD: jax.Array, angles: Angles) -> "Projected":
-        """Queries, rotated, and what keys and values are expanded from, at all positions."""
+        """Returns rotated queries, and the sources of keys and values, at all positions."""
         parts = (self._query_source(x_BtD), *self._key_value_source(x_BtD))
         q_BTZ, latent_BTZ, rotated_BTR = enter_tensor_together(parts, self.spec.layout)
         w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
@@ -168,7 +168,7 @@ class LatentAttention(nnx.Module):
         return join_rotated(k_BSHC, projected.rotated_BTR, angles), v_BSHV
 
     def _query_source(self, x_BtD: jax.Array) -> jax.Array:
-        """What queries are projected from: their latent, at own positions, or x itself."""
+        """Returns the source of queries: their latent, at own positions, or x itself."""
         if self.cfg.q_latent is None:
             return x_BtD
         return self.q_norm(product(x_BtD, gather_weight(self.w_dq, self.spec)))
@@ -181,13 +181,13 @@ class LatentAttention(nnx.Module):
 
 
 def _kept(projected: Projected, angles: Angles) -> jax.Array:
-    """What a cache keeps of each position: the latent, then the key after it was rotated."""
+    """Returns the cache's entry for each position: the latent, then the rotated key."""
     rotated_BT1R = rotate(projected.rotated_BTR[:, :, None], angles)
     return jnp.concatenate([projected.latent_BTZ, rotated_BT1R[:, :, 0]], axis=-1)
 
 
 def _split_weight(w_ZHC: Weight, count: int) -> tuple[Weight, Weight]:
-    """Returns the parts of a weight that give the channels before the last `count`, and those."""
+    """Splits a weight into parts for the channels before the last `count`, and for these."""
     if not isinstance(w_ZHC, AdaptedWeight):
         before, last = split_last(w_ZHC, count)
         return before, last
@@ -214,7 +214,7 @@ def _out_of_latent(y_BHZ: jax.Array, w_ZHC: Weight) -> jax.Array:
 
 
 def split_last(x: jax.Array, count: int) -> list[jax.Array]:
-    """Returns the channels before the last `count`, and those."""
+    """Splits channels into those before the last `count`, and the last `count`."""
     # JAX 0.10 has no splits that count from the end.
     return jnp.split(x, [x.shape[-1] - count], axis=-1)
 

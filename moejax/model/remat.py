@@ -1,4 +1,4 @@
-"""What the backward pass of a repeat of blocks keeps, and in which order it reduces gradients."""
+"""Remat policies of a repeat of blocks, and the order in which backward reduces gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 
 
 def remat_policy(remat: str, spec: StepSpec) -> Callable | None:
-    """Returns what backward keeps of a repeat, for `model.remat` and how weights are gathered."""
+    """Returns the remat policy of a repeat, for `model.remat` and the gathers of weights."""
     policy = REMAT_POLICIES[remat]
     if spec.gather_across != "passes":
         return policy
@@ -46,8 +46,8 @@ def remat_policy(remat: str, spec: StepSpec) -> Callable | None:
 def in_turn(repeat: Callable, x_BtD: jax.Array, scanned: tuple[jax.Array, Any]) -> Any:
     """Runs an unrolled repeat; its gradients are complete in backward before the next begins.
 
-    A loop has that by itself. Without it XLA reduces the gradients of all layers at the end, where
-    nothing is left that would hide it.
+    A loop does so by itself. Without this, XLA reduces the gradients of all layers at the end,
+    where no computation is left to hide the reductions.
     """
     layer, state = scanned
     fields = detach(state)

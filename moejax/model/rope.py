@@ -28,7 +28,7 @@ def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
 
 
 def score_factor(cfg: RopeConfig) -> float:
-    """Returns the factor of attention's scores before softmax, besides that of their width.
+    """Returns the factor of attention's scores before softmax, besides 1 / sqrt(head width).
 
     Source: DeepSeek-V2's modeling code, where cos and sin stay near one and yarn's factor is on
     the scores: in latent attention only some channels of a head rotate.

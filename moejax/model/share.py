@@ -21,7 +21,7 @@ class Share:
     """This stage's share of the positions.
 
     Attributes:
-      layout: with the stages.
+      layout: layout with the stages.
       segment_BS: document of each position of the sequences.
     """
 
@@ -41,12 +41,12 @@ class Share:
         v_BTGV: Float[Array, "B T G V"],
         **form: Any,
     ) -> Float[Array, "B T H V"]:
-        """Returns what `attention` does for the queries of this share.
+        """Returns the result of `attention` for the queries of this share.
 
         Wire: keys and values of each stage, gathered.
 
         Args:
-          form: as `sliced_attention` takes it.
+          form: further arguments of `sliced_attention`.
         """
         P, here = self.layout.size(self.layout.stage), wire.index(self.layout.stage)
         every = (

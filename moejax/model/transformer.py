@@ -29,7 +29,7 @@ from moejax.moe.router import Noise
 
 
 class Hidden(NamedTuple):
-    """What the blocks leave, and what a block after them needs."""
+    """The results of the blocks, and the inputs of a block after them."""
 
     h_BtD: jax.Array  # final hidden states, normalised, in the layout between blocks
     weights: tuple[Weight, Weight]  # of the embedding
@@ -38,7 +38,7 @@ class Hidden(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What `Transformer` returns, and the hidden states that predict the token after the next."""
+    """The results of `Transformer`, and the hidden states that predict the token after the next."""
 
     x_BTD: Float[Array, "B T D"]
     w_Dv: Weight
@@ -115,7 +115,7 @@ class Transformer(nnx.Module):
     def before_stages(
         self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None
     ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
-        """Takes tokens through the embedding, and the layer groups that stages do not share."""
+        """Takes tokens through the embedding, and the layer groups before the stages."""
         x_BtD = self.embedding.embed(token_BT, self.embedding.weights()[0])
         before = range(len(self.groups) - self.cfg.stage_chunks)
         x_BtD, stats = self._run_groups(x_BtD, segment_BT, self._angles(token_BT), noise, before)
@@ -130,11 +130,11 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B t D"], MoEStats | None, list[jax.Array]]:
         """Takes hidden states through one repeat of the last layer group.
 
-        The group's weights are those of the repeat, not stacked.
+        The group holds the weights of the repeat, not stacked.
 
         Args:
-          noise: of the repeat.
-          part: the slice that the hidden states are of; None: they are of whole sequences.
+          noise: noise of the repeat.
+          part: the slice that `x_BtD` holds; None: it holds whole sequences.
         Returns:
           Hidden states, the experts' statistics, and keys and values of a slice, as `Slice.past`.
         """
@@ -149,7 +149,7 @@ class Transformer(nnx.Module):
         return x_BtD, _stacked(stats), own
 
     def keys(self, x_BtD: Float[Array, "B t D"], part: Slice) -> list[jax.Array]:
-        """Returns what `in_layer` returns last, of which only shapes and dtypes count."""
+        """Returns the last result of `in_layer`; only its shapes and dtypes count."""
         blocks, angles = self.groups[-1].blocks, part.angles(self.cfg)
         return [array for block in blocks for array in block.attention.keys(x_BtD, angles)]
 
@@ -167,10 +167,10 @@ class Transformer(nnx.Module):
         """Runs the module for multi-token prediction on a stage's share of the positions.
 
         Args:
-          y_BtD: what the stages left; as of `after_stages`.
+          y_BtD: hidden states after the stages; see `after_stages`.
           next_BT: `next_tokens` of the share.
         Returns:
-          As the last of `Ahead`, and the statistics of the module's experts.
+          `Ahead.ahead_BTD` of the share, and the statistics of the module's experts.
         """
         module, position_T = self.predict_ahead, share.position_T
         assert module is not None, "model.predict_ahead is 0"
@@ -213,7 +213,7 @@ class Transformer(nnx.Module):
         noise: Noise | None,
         indices: range,
     ) -> tuple[jax.Array, list[MoEStats]]:
-        """Runs layer groups, from the first on; returns the statistics of those with experts."""
+        """Runs layer groups, from the first on; returns the statistics of groups with experts."""
         stats, first_block = [], 0
         groups = layer_groups(self.cfg, stacked=self.spec.stacked)
         for index in indices:
@@ -239,7 +239,7 @@ class Transformer(nnx.Module):
         """Scans one layer group; returns statistics stacked in layer order.
 
         Args:
-          plain_blocks: gradients of the first so many blocks (rounded up to a whole pattern) are
+          plain_blocks: number of first blocks, rounded up to a whole pattern, whose gradients are
             not compressed.
         """
         graph, stacked = nnx.split(group)

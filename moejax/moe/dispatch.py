@@ -64,7 +64,7 @@ def moe_ffn(
     *,
     limit: float | None = None,
 ) -> tuple[Float[Array, "N D"], Overflow]:
-    """Returns each token's expert outputs, summed by weight, and what overflowed.
+    """Returns each token's expert outputs, summed by weight, and the overflow.
 
     No choice is lost at any skew.
 
@@ -72,8 +72,8 @@ def moe_ffn(
     of the plain route, and are added last. A dropped choice (`moe.num_experts`) contributes zero.
 
     Args:
-      weights: of the experts on this device.
-      limit: of the experts' clamped SwiGLU; None for SwiGLU.
+      weights: weights of the experts on this device.
+      limit: limit of the experts' clamped SwiGLU; None for SwiGLU.
     """
     layout, route, E = spec.layout, spec.route, moe.num_experts
     trained, frozen = _with_bias_once(weights, layout).split()
@@ -90,7 +90,7 @@ def moe_ffn(
     with jax.named_scope("routing"):
         fits = fitting(expert_NK, route, layout, sizes, num_experts=E)
         first_NK = jnp.where(fits.first_NK, expert_NK, E)
-        # Kept for backward, which would ask other devices again for what fits.
+        # Kept for backward, which would ask other devices again for the choices that fit.
         rest_NK = checkpoint_name(jnp.where(fits.all_NK, E, expert_NK), PLACES)
         rounds = _Rounds(moe, spec, limit)
         count = checkpoint_name(rounds.count(rest_NK), PLACES)
@@ -111,7 +111,7 @@ class Others(NamedTuple):
 
     expert_NK: jax.Array
     frozen: Weights
-    kept_NK: jax.Array | None = None  # as of `plan_dispatch`
+    kept_NK: jax.Array | None = None  # see `plan_dispatch`
     filled: jax.Array | None = None
 
 
@@ -159,7 +159,7 @@ class _Rounds:
 
 
 def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], others: Others) -> jax.Array:
-    """Stands for a round that is not traced: backward needs all that a round's backward needs."""
+    """Replaces a round that is not traced: its backward reads the arrays of a round's backward."""
     x_ND, *read = operands
     leaves = jax.tree.leaves((read, others))
     return x_ND * sum(map(jnp.sum, leaves), jnp.zeros(())).astype(x_ND.dtype)
@@ -205,7 +205,7 @@ def _on_route(
 def _experts(
     route: Route, sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None
 ) -> Experts:
-    """Returns what takes arrived rows through the experts of this device.
+    """Returns the computation of this device's experts on arrived rows.
 
     Results are weighted here where rows merge or do not travel. Elsewhere each row has one choice,
     and its weight is one, for its gradient alone.
@@ -255,7 +255,7 @@ def _experts(
 
 
 def _experts_met(rows: int, route: Route, sizes: Sizes, experts_here: int) -> int:
-    """The experts that a chunk of so many rows meets, more or less."""
+    """Returns about how many experts a chunk of `rows` rows meets."""
     if not route.parts_by_expert or rows >= sizes.expert_rows * route.parts:
         return experts_here
     share = rows / (sizes.expert_rows * route.parts)

@@ -84,7 +84,7 @@ class MoEWeights(NamedTuple):
 
     @property
     def experts(self) -> Weights:
-        """Those of the experts."""
+        """The weights of the experts."""
         parts = [_parts(w) for w in (self.in_eDUF, self.out_eFD)]
         (w_in, in_factors), (w_out, out_factors) = parts
         biases = self.bias_in_eUF, self.bias_out_eD

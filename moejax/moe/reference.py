@@ -32,7 +32,7 @@ def moe_reference(
       bias_E: selection bias, which moves the choice alone.
       biases: b_in_EUF and b_out_ED of the experts' products.
       router_bias_E: added to the logits.
-      limit: of clamped SwiGLU; None for SwiGLU.
+      limit: limit of clamped SwiGLU; None for SwiGLU.
       router_x_ND: the router's input, where it has jitter; None for `x_ND`.
     """
     logit_NE = (x_ND if router_x_ND is None else router_x_ND).astype(jnp.float32) @ w_router_DE

@@ -142,7 +142,7 @@ def entropy(score_NE: Float[Array, "N E"], *, layout: Layout) -> Float[Array, ""
 
 
 def update_bias(bias_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
-    """Lowers the selection bias of overloaded experts by `rate`, raises that of underloaded ones.
+    """Lowers the selection bias of overloaded experts by `rate`, raises it for underloaded ones.
 
     Args:
       load_E: assignments to each expert in the whole step, over all devices.

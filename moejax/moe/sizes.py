@@ -95,8 +95,8 @@ def _reach(E: int, K: int, groups: int) -> float:
 class Fits(NamedTuple):
     """Choices that the buckets of a route hold."""
 
-    first_NK: Bool[Array, "N K"]  # the first exchange's
-    all_NK: Bool[Array, "N K"]  # those of all exchanges, and of the experts
+    first_NK: Bool[Array, "N K"]  # held by the first exchange
+    all_NK: Bool[Array, "N K"]  # held by all exchanges, and by the experts' buffers
 
 
 def fitting(
@@ -151,7 +151,7 @@ def fitting(
 def _held(
     peer_NK: jax.Array, part_NK: jax.Array, parts: int, peers: int, axes: Axes, rows: int
 ) -> jax.Array:
-    """Whether an item is among the first `rows` of its part for its peer, over the devices."""
+    """Returns whether items are among the first `rows` of their part and peer, over the devices."""
     key_NK = jnp.where(peer_NK < peers, part_NK * peers + peer_NK, parts * peers)
     ranked = rank_items(key_NK, peers=parts * peers, merge=False)
     counts_SB = wire.all_gather(ranked.counts_P[None], axes, dim=0, tag=None)

@@ -1,4 +1,4 @@
-"""The planner: chooses mesh, route, chunks, codecs and recomputation by what it measured.
+"""The planner: chooses mesh, route, chunks, codecs and recomputation by measured rates.
 
 Read in this order: `cluster/` (links and rates), `probe/` (measures them), `trace/` (reads the
 traced step), `price/` (prices and simulates it), `search/` (finds the best), `report/` (says why),

@@ -1,4 +1,4 @@
-"""Where `python -m moejax.plan.aot` was; it is `python -m moejax.aot` now."""
+"""The former name `python -m moejax.plan.aot` of `python -m moejax.aot`."""
 
 import runpy
 

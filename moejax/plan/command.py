@@ -1,4 +1,4 @@
-"""The command `python -m moejax.plan`: which plan a model should take on a cluster, and why."""
+"""The command `python -m moejax.plan`: plans a model for a cluster, and says why."""
 
 import argparse
 import math
@@ -39,9 +39,10 @@ examples:
   moejax plan --topology h200:2 --print_topology > mine.json
   moejax plan probe --out topology.json     # measures the links here
 
-Mesh, route and memory settings of a file are for one cluster: chosen anew.
-The command line pins (--config.mesh.expert=8), and --config.plan.keep=NAMES.
-With --as the output ends in settings for that trainer, and what it lacks.
+Settings of mesh, route and memory in a file are for one cluster: the planner
+chooses them anew. --config.mesh.expert=8 pins a setting, and
+--config.plan.keep=NAMES keeps settings of the file. With --as the output ends
+in settings for that trainer, and the parts of the plan that it lacks.
 """
 
 
@@ -88,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_search_flags(command: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what is searched, and for how long."""
+    """Adds the flags for the choices and the length of the search."""
     command.add_argument(
         "--routing", help="balanced, zipf:POWER or routing.json (default: config's)"
     )
@@ -99,7 +100,7 @@ def _add_search_flags(command: argparse.ArgumentParser) -> None:
         "--free",
         default="",
         metavar="NAMES",
-        help="also choose anew, of the file: compression,...",
+        help="settings of the file to choose anew too: compression,...",
     )
     command.add_argument(
         "--fewer", action="store_true", help="also plan for half the nodes, a quarter, and so on"
@@ -171,7 +172,7 @@ def _show_clusters(args: argparse.Namespace) -> None:
 
 
 def how_to_go_on(published: Published, cfg: Config, args: argparse.Namespace) -> str:
-    """Returns what to do with the plan of a published model, one line for each way."""
+    """Returns the ways to use the plan of a published model, a line for each."""
     folder = published.path.parent
     name = folder.absolute().name
     out = f"--out {args.out}" if args.out is not None else "--out plan.json"
@@ -233,7 +234,7 @@ def config_to_plan(
     topology: Topology,
     published: Published | None = None,
 ) -> tuple[Config, list[str]]:
-    """Returns the config of a search, and lines about what is free and what is pinned.
+    """Returns the config of a search, and lines about free and pinned settings.
 
     Args:
       published: the model of --hf; None: the config file of --config.
@@ -267,7 +268,7 @@ def config_to_plan(
 
 
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequence[str]) -> None:
-    """Searches, and shows what was found; `notes` come before it."""
+    """Searches, and shows the result; `notes` come before it."""
     from moejax.plan.price.routing import read_expert_load
     from moejax.plan.report.tables import print_ranked, print_why, small_products, speed_text
     from moejax.plan.search.search import nodes_text

@@ -13,7 +13,7 @@ from moejax.hf.config import read_config
 from moejax.hf.families.family import differences
 from moejax.hf.files import CONFIG, SMALL_BYTES, read_json
 
-LENGTH = 4096  # positions of a sequence, or what the model was made for if that is fewer
+LENGTH = 4096  # positions of a sequence, or the model's own most if that is fewer
 STEP_TOKENS = 4 * 2**20  # least tokens of one step, as papers' models of this size are trained
 
 
@@ -25,7 +25,7 @@ class Published:
       path: its `config.json`.
       family: its family (`moejax.hf.families`).
       cfg: settings of the model, of one step, and of the overrides.
-      taken: settings that neither the file nor an override says, with why; by dotted name.
+      taken: assumed settings by dotted name, with reasons: neither file nor override names them.
     """
 
     path: Path
@@ -47,7 +47,7 @@ def read_published(path: Path, devices: int, overrides: Sequence[str] = ()) -> P
     """Returns the config of a `config.json`, or of a folder that has one.
 
     Args:
-      devices: of the cluster; the batch is a multiple of them.
+      devices: number of the cluster's devices; the batch is a multiple of them.
       overrides: settings as on a command line, such as `train.batch_sequences=64`.
     Raises:
       InputError: for a missing or damaged file, a family or key that is not known, and overrides
@@ -95,7 +95,7 @@ def _step(
 
 
 def _check_same(file: Path, model: Config, cfg: Config) -> None:
-    """Refuses overrides that change the model, for which its file would no longer stand."""
+    """Refuses overrides that change the model: its file would no longer describe it."""
     changes = differences(model, cfg)
     if changes:
         name, theirs, ours = changes[0]

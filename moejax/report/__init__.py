@@ -1,1 +1,1 @@
-"""What a run did, as one page: reads a run directory, writes or serves HTML. Needs no JAX."""
+"""Shows a run as one page: reads a run directory, writes or serves HTML. Needs no JAX."""

@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     command = Parser(
         prog="moejax report",
-        description="Shows what runs did: curves, experts' load, plan, traffic, events, config.",
+        description="Shows runs: curves, experts' load, plan, traffic, events, config.",
         epilog=EPILOG,
     )
     command.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="of a run")

@@ -1,9 +1,9 @@
-"""How a run spent its time: on steps that count, and on what else.
+"""The time that a run spent on steps that count, and on everything else.
 
-Reads `events/0.jsonl`, the log of process 0 (docs/formats/events.md). A run is a row of starts; of
-each it is known when it began, which stages it went through, and when it was last heard of. Steps
-that a later start did again were lost, as were those that a run rolled back. A killed start has
-told its last steps in `metrics.jsonl` alone.
+Reads `events/0.jsonl`, the log of process 0 (docs/formats/events.md). A run is a row of starts,
+each with its beginning, its stages and its last event. Steps that a later start did again were
+lost, as were steps that a run rolled back. The last steps of a killed start are in `metrics.jsonl`
+alone.
 """
 
 import bisect
@@ -35,7 +35,7 @@ TRAINING, REPEATED, ROLLED_BACK, INPUT, DOWN, UNKNOWN = (
     "not told",
 )
 BEGIN = (("time", None),)
-# Event -> its numbers, and what stands for one that is absent; None: it must be there.
+# Event -> its numbers, each with its default; None: it must be there.
 NEEDED = {
     "stage": (*BEGIN, ("seconds", None)),
     "steps": (*BEGIN, ("first", None), ("step", None), ("step_s", 0), ("input_s", 0)),
@@ -53,7 +53,7 @@ LARGEST = 1e12  # seconds or steps: what is more is a damaged line
 class Steps:
     """Steps that were reported together: the first and the last of them, and their seconds.
 
-    Where `first` is one more than `last`, they are what was left of the last step.
+    If `first` is one more than `last`, they are the rest of the last step.
     """
 
     first: int
@@ -62,7 +62,7 @@ class Steps:
     input_seconds: float
 
     def shared(self, kept: float) -> tuple[float, float]:
-        """Returns the seconds of steps up to `kept`, which count, and of those behind it."""
+        """Returns the seconds of steps up to `kept`, which count, and of later steps."""
         number = self.last - self.first + 1
         share = (kept - self.first + 1) / number if number > 0 else float(self.last <= kept)
         share = min(max(share, 0), 1)
@@ -74,7 +74,7 @@ class Start:
     """One start of a run.
 
     Attributes:
-      began, ended: in seconds since 1970; the second of the last event.
+      began, ended: seconds since 1970, of its beginning and its last event.
       stages: seconds by stage.
       how: how it ended, in words.
       outcome: "silent" without a last word, "hang", "error", or "ended".
@@ -111,12 +111,12 @@ class Start:
 
 @dataclass
 class Restart:
-    """What lies between one start and the next.
+    """The time between one start and the next.
 
     Attributes:
-      step: from which the next one went on.
+      step: step from which the next start went on.
       lost: steps done again, as far as events or metrics tell of them.
-      down: seconds until it began; recovered: until its first steps were done, if they were.
+      down: seconds until the next start began; recovered: until its first steps were done, if any.
     """
 
     how: str
@@ -128,10 +128,10 @@ class Restart:
 
 @dataclass
 class Goodput:
-    """How a run spent its time.
+    """The time of a run by class, and its restarts.
 
     Attributes:
-      seconds: by class, over the whole run.
+      seconds: seconds by class, over the whole run.
     """
 
     seconds: dict[str, float]
@@ -170,7 +170,7 @@ def read_goodput(run_dir: Path) -> Goodput:
 
 
 def starts_of_run(run_dir: Path) -> list[Start]:
-    """Returns the starts of a run by the log of process 0, and by metrics behind its last words."""
+    """Returns the starts of a run, from the log of process 0 and from later metrics."""
     starts = starts_of(events_of(run_dir / LOG))
     if (metrics := run_dir / METRICS).is_file():
         _add_metrics(starts, metrics)
@@ -199,7 +199,7 @@ def _add_metrics(starts: Sequence[Start], metrics: Path) -> None:
 
 
 def events_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events of a log; half a line, which a kill leaves, and a damaged one are none."""
+    """Yields the events of a log; skips damaged lines, such as half a line after a kill."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             if (event := event_of(text)) is not None:
@@ -222,12 +222,12 @@ def event_of(text: str | bytes) -> dict[str, Any] | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether this can be seconds or a step."""
+    """Returns whether a value can be seconds or a step."""
     return type(value) in (int, float) and 0 <= value < LARGEST
 
 
 def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
-    """Returns the starts that events tell of."""
+    """Returns the starts that events record."""
     starts: list[Start] = []
     for event in events:
         kind, time = event.get("event"), float(event["time"])
@@ -272,10 +272,10 @@ def goodput_of(starts: list[Start]) -> Goodput:
 
 
 def _of_steps(starts: list[Start]) -> dict[str, float]:
-    """Returns the seconds in steps: in those that count, and in those lost.
+    """Returns the seconds in steps that count, and in steps that were lost.
 
-    Steps are lost to what follows them in the log at the same number or below: in the same start
-    the run has gone back.
+    Steps are lost if the log has the same numbers, or lower ones, later: in another start they were
+    repeated, in the same start the run went back.
     """
     seconds: dict[str, float] = {TRAINING: 0.0, REPEATED: 0.0, ROLLED_BACK: 0.0}
     kept: list[Steps] = []  # in order of steps

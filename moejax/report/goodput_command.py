@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(found: Goodput, console: Console) -> None:
-    """Prints the table of times, and that of restarts."""
+    """Prints the tables of times and of restarts."""
     console.print(f"goodput {found.share:.1%} of {found.total:,.0f} s", highlight=False)
     table = Table("time in", "seconds", "share")
     for column in table.columns[1:]:

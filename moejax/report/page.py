@@ -156,7 +156,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what differs between one start and the next: `step`, `name`, `before`, `after`."""
+    """Returns the differences between one start and the next: `step`, `name`, `before`, `after`."""
     rows = []
     for first, second in itertools.pairwise(starts):
         old, new = (_facts(start) for start in (first, second))

@@ -1,8 +1,8 @@
-"""Reads what a run left in its directory: metrics, events, experts' load, config, plan.
+"""Reads a run's directory: metrics, events, experts' load, config, plan.
 
-A run that is killed may leave half a line, and one that resumes repeats steps: of a step that
-stands twice the later line counts, and what an earlier start did after the step that the next one
-resumed from is dropped, as the weights forgot it too.
+A run that is killed may leave half a line, and one that resumes repeats steps: the later line of a
+step counts. If a start went on after the step from which the next one resumed, its later lines are
+dropped, because its weights were lost too.
 """
 
 import json
@@ -26,7 +26,7 @@ class Column:
     values: list[float | None] = field(default_factory=list)
 
     def add(self, step: int, value: float | None) -> None:
-        """Adds a value; what stood at this step and later is forgotten."""
+        """Adds a value, and forgets values at this step and later."""
         self.forget_from(step)
         self.steps.append(step)
         self.values.append(value)
@@ -48,7 +48,7 @@ class Load:
 
 @dataclass
 class RunRecord:
-    """A run as its directory tells it.
+    """The records in the directory of a run.
 
     Attributes:
       columns: by name, the fields of docs/formats/metrics.md; `time` is in seconds since 1970, and
@@ -79,7 +79,7 @@ def read_run(directory: Path, name: str | None = None) -> RunRecord:
     """Reads a run directory.
 
     Args:
-      name: for the page; the directory's own by default.
+      name: name on the page; by default the directory's.
 
     Raises:
       InputError: if nothing there is a run.
@@ -153,7 +153,7 @@ def _loads(path: Path, run: RunRecord) -> list[Load]:
 
 
 def _is_load(value: Any) -> bool:
-    """Whether this is a table of counts: layers of equally many experts."""
+    """Returns whether a value is a table of counts: layers of equally many experts."""
     return (
         isinstance(value, list)
         and bool(value)

@@ -54,7 +54,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{host}:{port}/" + (f"?token={self.token}" if self.token else "")
 
     def mark(self) -> str:
-        """Changes whenever a file that the page is made of does."""
+        """Returns a text that changes whenever a file behind the page changes."""
         stats = [path.stat() for one in self.directories for path in _files(one)]
         return ".".join(f"{stat.st_mtime_ns:x}-{stat.st_size:x}" for stat in stats)
 
@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60  # seconds for a request, so that who says nothing keeps no thread
 
     def do_GET(self) -> None:
-        """Sends the page, its data, or why not."""
+        """Sends the page, its data, or an error."""
         asked = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
         if not self._allowed(query.get("token", "")):

@@ -1,7 +1,7 @@
 """Sums the time of a profiled run by the stages of the code.
 
-A trace names the operations of the compiled program; which stage an operation belongs to stands in
-the program's text, which the run kept beside the trace.
+A trace names the operations of the compiled program. The program's text, which the run kept beside
+the trace, gives the stage of each operation.
 """
 
 import gzip
@@ -50,7 +50,7 @@ Rows = dict[str, dict[str, float]]  # by stage; see `stage_times`
 
 
 class Operation(NamedTuple):
-    """What an operation of the program is for: a stage, its direction, and whether it sends."""
+    """The purpose of an operation: its stage, its direction, and whether it sends."""
 
     stage: str
     backward: bool
@@ -85,7 +85,7 @@ def stage_times(run_dir: Path) -> dict[str, Any] | None:
     if not program.is_file() or program.stat().st_mtime < made or trace.stat().st_size > LARGEST:
         return found
     if kept.is_file() and kept.stat().st_mtime > made:
-        # What cannot be read is summed again; brackets nested thousands deep end json so.
+        # An unreadable file is summed again; brackets nested thousands deep end json so.
         with suppress(OSError, ValueError, TypeError, RecursionError):
             return found | json.loads(kept.read_text("utf-8"))
     text = gzip.decompress(program.read_bytes()).decode("utf-8")
@@ -96,7 +96,7 @@ def stage_times(run_dir: Path) -> dict[str, Any] | None:
 
 
 def operations_of(text: str) -> dict[str, Operation]:
-    """Returns what each operation of a compiled program's text is for, control flow left out."""
+    """Returns the purpose of each operation in a program's text, without control flow."""
     found = {}
     for lines in computations(text)[0].values():
         for line in lines:
@@ -109,7 +109,7 @@ def operations_of(text: str) -> dict[str, Operation]:
 def stage_of(label: str) -> tuple[str, bool]:
     """Returns the innermost stage in an operation's label, and whether it serves gradients.
 
-    What is computed again for the backward pass counts as backward.
+    Recomputation for the backward pass counts as backward.
     """
     words = re.findall(r"\w+", label)
     backward = "transpose(" in label or "rematted_computation" in words
@@ -124,7 +124,7 @@ def read_trace(trace: Path, text: str) -> dict[str, Any]:
     """Sums a trace's time by stage, as `stage_times` says.
 
     Args:
-      text: of the compiled step, whose operations are counted.
+      text: text of the compiled step, whose operations are counted.
     """
     module = re.match(r"HloModule ([\w.\-]+)", text)
     operations = operations_of(text)

@@ -1,4 +1,4 @@
-"""What happened to each process of a run, over time: starts, saves, faults; and who failed first.
+"""The history of each process of a run: starts, saves, faults, and the first failure.
 
 Reads `events/K.jsonl` of the processes (docs/formats/events.md). Of a long run it reads the newest
 part of each log, so that a page takes seconds however long the run and however many its processes.
@@ -37,8 +37,8 @@ def goodput_data(run_dir: Path) -> dict[str, Any] | None:
     Returns:
       `goodput`, a share; `seconds` by class; `restarts`, the newest, with the process that failed
       `first` (None where no log tells), and `how`; `restarts_left_out`; over all restarts their
-      `number`, the steps `lost` and `recovery`, the median and the longest; `processes`, of which
-      each has `starts` [began, ended, outcome, how] and `saves`; `processes_left_out`; and
+      `number`, the steps `lost` and `recovery`, the median and the longest; `processes`, each
+      with `starts` [began, ended, outcome, how] and `saves`; `processes_left_out`; and
       `read_whole`, whether all logs were. Times are in seconds since `began`.
     """
     starts = starts_of_run(run_dir) if (run_dir / LOG).is_file() else []
@@ -110,7 +110,7 @@ def newest_events(path: Path, most: int) -> Iterator[dict[str, Any]]:
 
 
 def attempts(starts: Sequence[Start], logs: dict[int, Log]) -> list[dict[int, Start]]:
-    """Returns for each start of the run the starts of its processes that belong to it, by process.
+    """Returns, for each start of the run, the matching starts of its processes, by process.
 
     A process that failed before its log was opened lacks a start, so they are joined by time.
     """
@@ -125,11 +125,11 @@ def attempts(starts: Sequence[Start], logs: dict[int, Log]) -> list[dict[int, St
 
 
 def first_failed(attempt: dict[int, Start]) -> tuple[int | None, str]:
-    """Returns the process that failed first in a start of the run, and what is known of that.
+    """Returns the process that failed first in a start of the run, and how it failed.
 
-    That is whom a hang names; else the first that ended by an error of its own; else one without a
-    last word, where others had one; else the first that ended by any error. None if the logs do
-    not tell, as where all processes ended at once or went on to a stop.
+    It is the process that a hang names; else the first that ended by an error of its own; else one
+    without a last word, where others had one; else the first that ended by any error. None if the
+    logs do not tell, for example if all processes ended at once or went on to a stop.
     """
     in_time = sorted(attempt.items(), key=lambda pair: pair[1].ended)
     for _, one in in_time:

@@ -19,7 +19,7 @@ LOOK_S = 0.1
 
 
 class Assignment:
-    """This process's file, and what it last said."""
+    """This process's file, and its last content."""
 
     def __init__(self, path: Path):
         """Reads the file of a process that its supervisor has just started."""
@@ -29,7 +29,7 @@ class Assignment:
 
     @property
     def proposed(self) -> str | None:
-        """Why other hosts shall train from now on, in words; None if nothing is to change."""
+        """The reason for a proposed change of hosts, in words; None if none is proposed."""
         found = self._read()
         if found is not None:
             self._newest = found
@@ -67,7 +67,7 @@ class Assignment:
             self._newest = self._read() or self._newest
 
     def _read(self) -> dict[str, Any] | None:
-        """Returns what the file says, if it was written since the last look."""
+        """Returns the file's content if it was written since the last look."""
         with suppress(OSError, ValueError):
             changed = self._path.stat().st_mtime_ns
             if changed != self._seen:
@@ -84,5 +84,5 @@ def find_assignment() -> Assignment | None:
 
 
 def changes_hosts() -> bool:
-    """Whether hosts of this program may be lost, leave and come."""
+    """Returns whether hosts of this program may be lost, leave and come."""
     return VARIABLE in os.environ

@@ -1,8 +1,8 @@
 """The trainer's XLA options beyond the defaults, by platform.
 
-Only options that improved the compiled step are set: docs/decisions/0006 has the figures of those
-of GPUs and TPUs and what was tried without gain, docs/log.md (2026-11-24) those of CPUs. The names
-hold on JAX 0.10.2 and 0.12.0.1, those of GPUs and TPUs on 0.11.2 too.
+Only options that improved the compiled step are set: docs/decisions/0006 has the figures for GPUs
+and TPUs, and options that were tried without gain; docs/log.md (2026-11-24) has the figures for
+CPUs. The names hold on JAX 0.10.2 and 0.12.0.1, for GPUs and TPUs on 0.11.2 too.
 """
 
 import warnings
@@ -32,10 +32,10 @@ def compiler_options(
         # pipeline has two collectives in flight per hop (dispatch and combine); one more slot is
         # for weights and their gradients. XLA runs the reductions of a layer in the next turn of
         # the loop, behind attention. There the first of three in a row finds the slots taken by
-        # those of experts, and is waited for; hence a second slot (docs/log.md, 2026-11-25).
+        # the experts' reductions, and is waited for; hence a second slot (docs/log.md, 2026-11-25).
         slots = 2 * hops + max(1, reduction_hops - 1)
-        # What travels between stages is under way beside a whole loop over layers, and such a loop
-        # starts only where slots are left for all that it has under way (docs/log.md, 2026-11-26).
+        # Transfers between stages are under way beside a whole loop over layers, and such a loop
+        # starts only if slots are left for all its own collectives (docs/log.md, 2026-11-26).
         slots += stages > 1
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": slots}
     if platform == "tpu":

@@ -56,7 +56,7 @@ def stops_at_sigterm(where: Callable[[], str | None]) -> Iterator[None]:
     from Ctrl-C.
 
     Args:
-      where: returns what the process does now, in words; None where it may not be ended at once.
+      where: returns the process's stage in words; None while it must not be ended at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""JAX's own settings that a run depends on: what they are does not come from the environment.
+"""JAX settings that a run depends on, which it does not take from the environment.
 
 A variable such as JAX_DEFAULT_PRNG_IMPL, set for another program, would give a run other weights,
 and a run that goes on other noise than it began with.
@@ -8,7 +8,7 @@ import sys
 
 import jax
 
-# What numbers depend on. Checkpoints record it (docs/formats/checkpoint.md).
+# Settings that numbers depend on. Checkpoints record them (docs/formats/checkpoint.md).
 NUMBERS = {
     "jax_enable_x64": False,
     "jax_default_prng_impl": "threefry2x32",
@@ -34,7 +34,7 @@ CHECKS = {
 
 
 def fix_settings() -> None:
-    """Sets them for this process, and says on stderr which were set otherwise.
+    """Fixes the settings for this process, and lists on stderr the ones that it changed.
 
     Must run before the first array is made.
     """

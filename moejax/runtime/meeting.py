@@ -28,7 +28,7 @@ ANSWER_S = 10.0  # for a connection's first line
 
 
 def meet(rank: Rank, listens_at: str) -> str:
-    """Returns when all processes of the program are there: the address of this one for the others.
+    """Waits for all processes of the program. Returns this one's address for the others.
 
     Raises:
       MeetingError: if some have not come in time; it names them.
@@ -57,7 +57,7 @@ def patience() -> float:
 
 
 class _Waiting:
-    """Says what a process waits for, after a while and then now and again."""
+    """Reports the wait of a process, after a while and then now and again."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -169,7 +169,7 @@ def _reached_at(connections: Iterable[socket.socket]) -> str:
 
 
 def _visit(rank: Rank, until: float) -> str:
-    """Every other process: tells process 0 that it is there, and waits for its word."""
+    """Tells process 0 that this process is there, and waits for its answer."""
     assert rank.coordinator is not None
     host, _, port = rank.coordinator.rpartition(":")
     waiting, reason = _Waiting(), ""
@@ -218,7 +218,7 @@ def _introduction(rank: Rank) -> dict[str, Any]:
 
 
 def _difference(said: dict[str, Any], own: dict[str, Any]) -> str | None:
-    """Returns what another process cannot differ in, and differs in."""
+    """Returns a text about a difference that another process must not have, if any."""
     for name, what in (("processes", "a program of that many processes"), ("moejax", "version")):
         if said.get(name) != own[name]:
             theirs = str(said.get(name))[:40]
@@ -252,7 +252,7 @@ def _read(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _alive(connection: socket.socket) -> bool:
-    """Whether the other end of a connection is still there."""
+    """Returns whether the other end of a connection is still there."""
     try:
         connection.settimeout(0)
         return connection.recv(1, socket.MSG_PEEK) != b""

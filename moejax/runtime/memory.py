@@ -6,8 +6,8 @@ from typing import Any
 from moejax.config.checks.size import machine_memory
 
 # Share of a GPU's memory that JAX reserves for arrays and temporaries; its default is 0.75.
-# The rest holds what is not JAX's: CUDA's context and modules, buffers of NCCL and NVSHMEM, what
-# cuDNN and cuBLAS keep; 6 GiB of 80. Clusters that are described count on the same share.
+# The rest is for memory outside of JAX: CUDA's context and modules, buffers of NCCL and NVSHMEM,
+# workspaces of cuDNN and cuBLAS; 6 GiB of 80. Described clusters count on the same share.
 SHARE = 0.92
 FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # to set both is an error
 

@@ -56,7 +56,7 @@ def described_cudnn() -> Iterator[None]:
     """Lets JAX trace and lower cuDNN's attention for the described GPU where none is.
 
     JAX asks the installed cuDNN for its version and the local GPU for its capability, not the
-    target; this goes when it asks the target. What a target takes, `kernels.select` has decided.
+    target; this goes when it asks the target. `kernels.select` has checked what the target takes.
     """
     import jax._src.cudnn.fused_attention_stablehlo as fused_attention
 
@@ -81,7 +81,7 @@ def let_orbax_begin_again(agree: Callable[[int], list[int]]) -> None:
     has just started has counted fewer. Goes when Orbax asks JAX for its client at each save.
 
     Args:
-      agree: takes the number of saves of this process, and returns those of all.
+      agree: takes the number of saves of this process, and returns the numbers of all processes.
     """
     from orbax.checkpoint._src.futures import signaling_client, synchronization
 

@@ -50,8 +50,8 @@ class Rank:
 
 
 NAMES = ("MOEJAX_COORDINATOR", "MOEJAX_PROCESSES", "MOEJAX_PROCESS")
-# What launchers and schedulers tell each process that they start: how many there are, and which one
-# this is. Slurm's are of the step, which `srun` starts; a job's script has none.
+# Variables of launchers and schedulers: the number of processes that they started, and the index of
+# this one. Slurm's are of the step, which `srun` starts; a job's script has none.
 SCHEDULERS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -95,13 +95,13 @@ def _seen(*names: str) -> str:
 
 
 def _tasks() -> dict[str, int]:
-    """By scheduler, how many processes it has started of the program that this one belongs to."""
+    """Returns by scheduler the number of processes that it started for this program."""
     counts = {name: os.environ.get(count, "") for name, (count, _) in SCHEDULERS.items()}
     return {name: int(n) for name, n in counts.items() if n.isdecimal() and int(n) > 1}
 
 
 def _check_alone() -> None:
-    """Checks that nobody has started several processes, of which each would train alone.
+    """Checks that no scheduler has started several processes that would each train alone.
 
     Raises:
       InputError: if so.
@@ -189,7 +189,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes the run's records and talks to the user."""
+        """True if this process writes the run's records and talks to the user."""
         return self.index == 0
 
     def fresh(self) -> int:
@@ -207,7 +207,7 @@ class Processes:
         names = [f"moejax/{self.fresh()}/{index}" for index in range(self.count)]
         self._client.key_value_set(names[self.index], json.dumps(value))
         values = [json.loads(self._wait_for(name)) for name in names]
-        # Whose value is here has read all values of the gather before: nobody needs them any more.
+        # A process with a value here has read the last gather's values: nobody needs them now.
         if self._gathered is not None:
             self._client.key_value_delete(self._gathered)
         self._gathered = names[self.index]
@@ -235,7 +235,7 @@ class Processes:
         """Calls `make` in process 0 only, and returns its result, JSON values, in all.
 
         Raises:
-          InputError: what `make` raised, in all.
+          InputError: the error of `make`, in all.
         """
         return self.gather(self.together(lambda: make() if self.first else None))[0]
 
@@ -281,7 +281,7 @@ class Processes:
 
 
 def _lost_peer(error: BaseException) -> str | None:
-    """Returns what JAX says of a process that is gone; None for any other error.
+    """Returns JAX's message about a process that is gone; None for any other error.
 
     Its stack would tell where this process waited, and hide who failed.
     """
@@ -291,7 +291,7 @@ def _lost_peer(error: BaseException) -> str | None:
 
 
 def _signature(arguments: Any) -> tuple[Any, ...]:
-    """Returns what decides whether a program that was compiled for other arguments serves these."""
+    """Returns a key: arguments with equal keys can use the same compiled program."""
     leaves, structure = jax.tree.flatten(arguments)
     shapes = [
         (np.shape(x), str(getattr(x, "dtype", type(x))), getattr(x, "sharding", None))
@@ -318,7 +318,7 @@ class Stop:
         self._asked, self._last = False, None
 
     def after(self, step: int, requested: bool) -> bool:
-        """Whether to stop after `step`, which is running while the step before it is finished.
+        """Returns whether to stop after `step`, which is running; the step before it is finished.
 
         Costs a message to process 0 and its answer, while the step runs.
 

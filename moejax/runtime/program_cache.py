@@ -12,8 +12,8 @@ import jax
 
 from moejax.runtime.patches import keep_program, keep_programs_by
 
-MAX_BYTES = 8 << 30  # then JAX removes what was used least recently
-MIN_COMPILE_S = 0.1  # JAX keeps what takes a second, and a start has many small programs
+MAX_BYTES = 8 << 30  # then JAX removes the least recently used programs
+MIN_COMPILE_S = 0.1  # JAX's own is a second, but a start has many small programs
 
 
 def keep_programs() -> None:

@@ -122,7 +122,7 @@ def check_can_listen(listen_at: str) -> None:
 
 
 def _is_name_of_a_machine(host: str) -> bool:
-    """Whether `host` is a name other than `localhost`, and not an address."""
+    """Returns whether `host` is a name other than `localhost`, and not an address."""
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a process does now, and a watchdog that ends it when that takes too long.
+"""The stage of a process, and a watchdog that ends it when a stage takes too long.
 
 A process that no longer takes part (stopped, in an endless loop, on a dead machine) hangs all
 others in their next collective, and JAX says nothing. So each process tells the others, once a
@@ -32,7 +32,7 @@ SILENT = ("start", "plan", "restore", "compile")
 
 
 class Place(NamedTuple):
-    """Where a process is: its stage, the step, and how many stages it has entered."""
+    """The progress of a process: its stage, the step, and the number of stages entered."""
 
     stage: str
     step: int
@@ -48,7 +48,7 @@ class Watch:
     """Keeps the place of this process. Every process enters the same stages in the same order."""
 
     def __init__(self, ended: Callable[[str, int, float], None] = lambda *_: None):
-        """Takes what is told of every stage that ends: its name, step and seconds."""
+        """Takes a function that is told of every ended stage: its name, step and seconds."""
         self._ended = ended
         self.now = (Place("start", 0, 0), time.monotonic())  # replaced as one, for other threads
         self.stepped = False  # whether a step was entered
@@ -70,7 +70,7 @@ class Watch:
 
 
 class Peer(NamedTuple):
-    """What is known of another process."""
+    """The last known state of another process."""
 
     place: Place
     silent_s: float  # seconds since it was heard of
@@ -95,7 +95,7 @@ class Deadlines(NamedTuple):
 def find_hang(
     own: tuple[int, Place, float], peers: Mapping[int, Peer], deadlines: Deadlines
 ) -> str | None:
-    """Returns what hangs, in words; None if nothing does.
+    """Returns a text about a hang; None if nothing hangs.
 
     Args:
       own: this process's number, its place, and the seconds that it has been there.
@@ -151,11 +151,11 @@ class Watchdog:
         """Starts them.
 
         Args:
-          hang: is called once with what hangs; by default the process ends.
+          hang: called once with a text about the hang; by default the process ends.
         """
         self._watch, self._deadlines, self._processes = watch, deadlines, processes
         self._hang = hang or end_process
-        self._heard: dict[int, tuple[str, float]] = {}  # what was said, and when it was new
+        self._heard: dict[int, tuple[str, float]] = {}  # last message, and the time of its arrival
         self._answered = time.monotonic()
         self._over = threading.Event()
         targets = [self._look] + [self._tell] * (processes.count > 1)
@@ -184,7 +184,7 @@ class Watchdog:
                 self._answered = time.monotonic()
 
     def _look(self) -> None:
-        """Looks whether this process, or another, hangs."""
+        """Checks whether this process, or another, hangs."""
         while not self._over.wait(LOOK_S):
             place, since = self._watch.now
             own = (self._processes.index, place, time.monotonic() - since)
@@ -208,7 +208,7 @@ class Watchdog:
 
 
 def end_process(found: str, keep: Path | None = None) -> NoReturn:
-    """Says what hangs, prints the stack of every thread, and ends the process.
+    """Prints the hang and the stack of every thread, and ends the process.
 
     Args:
       keep: a file for the same.

@@ -25,7 +25,7 @@ class ChatPrompts:
         self.stops = self._find_stops()
 
     def encode(self, message: str) -> list[int]:
-        """Returns the ids of a user's message and of what asks for its answer.
+        """Returns the ids of a user's message and of the template's request for an answer.
 
         Raises:
           InputError: if the message spells a control token, or the template does not take it.
@@ -53,7 +53,7 @@ class ChatPrompts:
             raise self._refused(error) from error
 
     def _refused(self, error: BadRowError) -> InputError:
-        """Returns the error of a prompt for one whose message is about rows of a file."""
+        """Turns an error about rows of a file into an error about a prompt."""
         return InputError(
             f"chat template does not take a prompt. {self._template.name} says: "
             f"{error.__cause__}. It is given one message of a user. Name another template with "

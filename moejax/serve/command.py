@@ -29,8 +29,8 @@ examples:
   moejax generate --run runs/olmoe_chat --chat --prompt "What is a mesh?"
 
 A text ends at the token that ends documents, or after --tokens. With --chat
-the model's chat template writes the prompt. What continues a prompt depends
-neither on other prompts nor on the mesh (but for the last bits of logits).
+the model's chat template writes the prompt. A continuation depends neither on
+other prompts nor on the mesh (but for the last bits of logits).
 Exit codes: 0 done, 1 logits are not finite, 2 bad input, 130 stopped.
 """
 
@@ -73,8 +73,14 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=128, metavar="N", help="most tokens of each (default: 128)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    add("--top-p", type=float, default=1.0, metavar="P", help="then from the likeliest of mass P")
-    add("--seed", type=int, default=0, metavar="S", help="of the draws (default: 0)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="then from the likeliest tokens of total probability P",
+    )
+    add("--seed", type=int, default=0, metavar="S", help="seed of the draws (default: 0)")
     add("--stream", action="store_true", help="print the text of --prompt while it grows")
     add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: the model's)")
     add("--eos", metavar="NAME", help="token (or id) that ends a text; with --tokenizer")
@@ -120,7 +126,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _run(
     args: argparse.Namespace, sampling: Sampling, overrides: list[str], processes: Processes
 ) -> None:
-    """Reads what is asked, continues the prompts, and prints; process 0 alone prints."""
+    """Reads and continues the prompts, and prints; process 0 alone prints."""
     console = screen(stderr=True, quiet=not processes.first)
     check_overrides(overrides)
     texts = read_prompts(args.prompt, args.prompts)

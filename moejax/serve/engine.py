@@ -39,19 +39,19 @@ class Prompts(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a decoding step knows of each row."""
+    """The inputs of a decoding step for each row."""
 
     token_B: Any  # the last token, which is not in the cache yet
     position_B: Any  # its position
-    number_B: Any  # of the row's prompt, which decides the draws
+    number_B: Any  # number of the row's prompt, which decides the draws
 
 
 @dataclass(frozen=True)
 class Engine:
     """The compiled functions for batches of one shape."""
 
-    stored: TrainStep  # of weights, as a checkpoint has them
-    train_step: TrainStep  # of weights, each layer's apart; its batch is one of prompts
+    stored: TrainStep  # for weights as a checkpoint has them
+    train_step: TrainStep  # for weights with each layer apart; its batch is one of prompts
     capacity: int  # positions of the cache
     sampling: Sampling
     allowed: int  # ids from this one on are never drawn
@@ -123,7 +123,7 @@ class Engine:
         )
 
     def abstract(self) -> tuple[Prompts, Rows, cached.Cached]:
-        """Shapes and shardings of what the functions take and return."""
+        """Shapes and shardings of the functions' arguments and results."""
         rows, mesh = self.batch_shape[0], self.train_step.mesh
 
         def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -191,7 +191,7 @@ def build_engine(
     At most `train.batch_sequences` rows, rounded up, go at a time.
 
     Args:
-      cfg: of a run, with its mesh resolved.
+      cfg: config of a run, with its mesh resolved.
       longest: tokens of the longest prompt.
       prompts: number of prompts.
       tokens: most tokens that continue a prompt.

@@ -30,7 +30,7 @@ def generate(
 ) -> Iterator[Token]:
     """Yields the tokens that continue the prompts, in the order in which they are found.
 
-    A prompt's tokens are the same in any batch. Those that end a text are not among them.
+    A prompt's tokens are the same in any batch. Tokens that end a text are not among them.
 
     Args:
       prompts: ids, each at least one and at most as many as the engine was built for.

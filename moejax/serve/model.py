@@ -91,9 +91,9 @@ class LoadedModel:
           prompts: one text or several.
           tokens: the most that continue each.
           temperature: 0 takes the likeliest token.
-          top_k: draws from so many of the likeliest tokens; None: from all.
+          top_k: draws from this number of the likeliest tokens; None: from all.
           top_p: then from the likeliest of this mass.
-          seed: of the draws.
+          seed: seed of the draws.
           chat: whether prompts are messages of a user, which the chat template writes.
         Raises:
           InputError: if an option is out of range, or the model has no place for so much text.

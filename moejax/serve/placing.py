@@ -18,7 +18,7 @@ from moejax.runtime.start import platform_of, start
 
 
 class Placed(NamedTuple):
-    """Where a model is."""
+    """The config, mesh and platform of a model on devices."""
 
     cfg: Config  # with its mesh resolved
     mesh: Mesh

@@ -18,11 +18,12 @@ from moejax.serve.chat import ChatPrompts, open_chat, written_as
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer of a model, and what it does with texts.
+    """The tokenizer of a model, and its rules for texts.
 
     Attributes:
-      library: of a tokenizer that came with the weights, which adds the special tokens that
-        prompts begin with, as it does in an export; None for one whose documents begin as here.
+      library: the tokenizers library's object of a tokenizer that came with the weights. It puts
+        special tokens in front of prompts, as in an export. None if prompts begin as documents
+        here.
       stops: ids that end a text.
       allowed: ids from this one on have no text.
       positions: the most that the model takes, prompt and continuation; None: not known.
@@ -52,7 +53,7 @@ class Vocabulary:
 
     @property
     def between(self) -> str:
-        """What stands between a prompt and its continuation where both are shown."""
+        """The text between a prompt and its continuation where both are shown."""
         return "" if self.chat is None else "\n"
 
 
@@ -116,7 +117,7 @@ def _open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> C
 def read_prompts(text: str | None, file: str | None) -> list[str]:
     """Returns the prompts of the command line: a text, or the lines of a file that are not blank.
 
-    A line ends where JSONL's do: at a line feed, and not at other characters, such as U+2028, that
+    Lines end as in JSONL: at a line feed, and not at other characters, such as U+2028, that
     a text may hold.
 
     Raises:

@@ -16,11 +16,11 @@ NOT_FINITE = -1  # in place of a token, where no logit is the largest
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Static: each is a program of its own.
+    """The rule by which tokens are drawn. Static: each rule compiles its own program.
 
     Attributes:
       temperature: divides the logits; 0: the largest is taken, and nothing is drawn.
-      top_k: only so many tokens are kept, the likeliest; None: all.
+      top_k: number of the likeliest tokens that are kept; None: all.
       top_p: then only the likeliest tokens are kept that together have this probability; 1: all.
       seed: with a row's number and the position it decides the draw, on any mesh and in any batch.
     """
@@ -60,11 +60,11 @@ def draw(
     sampling: Sampling,
     allowed: int,
 ) -> Int[Array, " B"]:
-    """Returns a token of each row, `NOT_FINITE` where logits are not.
+    """Returns a token of each row, `NOT_FINITE` where logits are not finite.
 
     Args:
       row_B: number of each row's prompt.
-      position_B: of the token that is drawn.
+      position_B: position of the token that is drawn.
       allowed: ids from this one on are never drawn: the vocabulary's padding.
     """
     logit_BV = jnp.where(jnp.arange(logit_BV.shape[1]) < allowed, logit_BV, -jnp.inf)
@@ -80,7 +80,7 @@ def draw(
 
 
 def kept(logit_BV: Float[Array, "B V"], top_k: int | None, top_p: float) -> Bool[Array, "B V"]:
-    """Returns which tokens are kept: the top_k likeliest, and of them those of mass top_p.
+    """Returns which tokens are kept: the top_k likeliest, and of them the likeliest of mass top_p.
 
     Tokens are ordered by probability, equal ones by id. A token is kept if those before it have
     less than top_p of the mass of the top_k, so that the likeliest always is.

@@ -1,7 +1,7 @@
 """Weights as generation holds them: in the dtype of their products, and each layer's apart.
 
-A checkpoint stacks the layers of a group, which training scans. What a loop slices is copied, and
-for the few tokens of a decoding step that takes longer than their products.
+A checkpoint stacks the layers of a group, which training scans. XLA copies the layers that a loop
+slices, and for the few tokens of a decoding step the copy takes longer than their products.
 """
 
 from functools import partial
@@ -18,10 +18,10 @@ from moejax.step.train_step import TrainStep
 def separate(state: TrainState, stored: TrainStep) -> TrainState:
     """Returns the state with each layer apart; deletes its arrays.
 
-    Adapters stay beside their weights, so that a text is of what the run computes.
+    Adapters are not merged into their weights, so that texts come from the run's arithmetic.
 
     Args:
-      state: of `stored`.
+      state: state of `stored`.
     """
     frozen = None if state.frozen is None else _apart(_narrowed(state.frozen, stored), stored)
     return state._replace(

@@ -45,7 +45,7 @@ def adapters_of(cfg: LoraConfig, dims: Tree, params: Tree) -> Tree:
 
 
 def adapter_shapes(cfg: LoraConfig, adapters: Tree, dims: Tree, params: Tree) -> Tree:
-    """Returns the shapes of the factors: those of `adapters_of`, float32, stacked as the weight."""
+    """Returns the shapes of the factors of `adapters_of`: float32, stacked as the weight."""
 
     def of(letters: str, param: Any, factors: Adapter | None) -> Adapter | None:
         if factors is None:
@@ -131,7 +131,7 @@ def _check_targets(cfg: LoraConfig, dims: Tree) -> None:
 
 
 def _check_rank(cfg: LoraConfig, path: Path, factors: Adapter, letters: str, param: Any) -> None:
-    """Refuses a rank above that of the matrix."""
+    """Refuses a rank above the matrix's own."""
     sizes = _sizes(letters, param)
     sides = [_side(factor, sizes) for factor in factors]
     assert cfg.rank is not None

@@ -4,7 +4,7 @@ Logits are the largest array of a small model and of any with a large vocabulary
 exist as a whole: one chunk of tokens at a time is projected, and differentiated while it is in
 cache. That is possible because the loss is a plain sum over tokens.
 
-Letters: those of `layout.layout`; S counts spans of the balance loss (`moe.router`).
+Letters as in `layout.layout`; S counts spans of the balance loss (`moe.router`).
 """
 
 from functools import partial
@@ -38,13 +38,13 @@ class LossParts(NamedTuple):
 
 
 class AheadTargets(NamedTuple):
-    """What multi-token prediction adds to a loss.
+    """The terms that multi-token prediction adds to a loss.
 
     Attributes:
       x_BTD: hidden states that predict the token after the next.
       target_BT: its targets; -1 for none.
-      num_targets: valid ones of the step, over all devices and micro-batches.
-      coefficient: of their mean in the loss.
+      num_targets: valid targets of the step, over all devices and micro-batches.
+      coefficient: factor of their mean in the loss.
     """
 
     x_BTD: Float[Array, "B T D"]
@@ -76,7 +76,7 @@ def next_token_loss(
       num_targets: valid targets of the step, over all devices and micro-batches.
       micro_batches: number of micro-batches in a step.
       chunk_tokens: maximum number of tokens whose logits exist at one time.
-      ahead: of multi-token prediction, by the same output projection.
+      ahead: terms of multi-token prediction, by the same output projection.
     """
 
     def mean(x_BTD: jax.Array, target_BT: jax.Array, num_targets: jax.Array) -> jax.Array:
@@ -168,7 +168,7 @@ Chunks = tuple[Arrays, jax.Array, jax.Array]
 
 
 def _terms(x_BTD: jax.Array, w_Dv: Weight) -> tuple[Arrays, Arrays]:
-    """Returns what is multiplied to logits, and by what: x, and x by an adapter's first factor."""
+    """Returns the factors of logits: x and weight; with an adapter also x @ a and b."""
     if not isinstance(w_Dv, AdaptedWeight):
         return (x_BTD,), (w_Dv,)
     a_DA, b_Av = w_Dv.adapter
@@ -237,7 +237,7 @@ def _chunk_nll(chunk: Chunks, weights: Arrays, tensor: Axes) -> tuple[jax.Array,
 def _sum_nll_forward(chunks: Any, weights: Any, tensor: Axes):
     """Returns the sum, and its gradients as residuals; none for a weight that is frozen.
 
-    The arguments say of each array whether its gradient is wanted.
+    Each argument carries whether its gradient is wanted.
     """
     trained = [w.perturbed for w in weights]
     weights = tuple(w.value for w in weights)

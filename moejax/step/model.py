@@ -42,7 +42,7 @@ class ModelDef:
 
     @property
     def layout(self) -> Layout:
-        """How arrays are laid out on the mesh."""
+        """The layout of arrays on the mesh."""
         return self.spec.layout
 
     @property
@@ -86,7 +86,7 @@ def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
 def layouts_of(tree: Tree, cfg: Config, spec: StepSpec) -> Tree:
     """Returns the layout of each leaf of a tree that is named like the model's arrays.
 
-    Stages hold the last layer groups, one a chunk; everything else is spread over them as data.
+    Stages hold the last layer groups, one a chunk; all else is sharded over them, as data is.
     """
     groups = len(layer_groups(cfg.model, stacked=spec.stacked))
     staged = [["groups", group] for group in range(groups - cfg.model.stage_chunks, groups)]
@@ -128,7 +128,7 @@ def build_spec(
     stacked: bool = True,
     rounds: bool = True,
 ) -> StepSpec:
-    """Returns the spec for a config and its devices; arguments as of `build_step`."""
+    """Returns the spec for a config and its devices; arguments as in `build_step`."""
     layout = build_layout(cfg.mesh)
     chosen = {
         name: choice.implementation

@@ -44,7 +44,7 @@ class Optimizer:
     """The update: clip, AdamW or Muon, weight decay, schedule.
 
     Each parameter is updated on its own and in place. Muon needs unsharded matrices, so it updates
-    stacked layers one after the other: its temporaries are those of a layer, not of the model
+    stacked layers one after the other: its temporaries have the size of a layer, not of the model
     (as TED's tiled optimizer does).
 
     Attributes:
@@ -118,8 +118,8 @@ class Optimizer:
                 optax.add_decayed_weights(cfg.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        # Matrices and adapters decay, not scales and biases. Of those that Muon leaves to AdamW
-        # (embeddings, router) none does.
+        # Matrices and adapters decay, not scales and biases. Matrices that Muon leaves to AdamW
+        # (embeddings, router) do not.
         decays = cfg.name == "adamw" and is_product(dims)
         return optax.adamw(
             learning_rate(cfg, self.num_steps, cfg.learning_rate),
@@ -152,7 +152,7 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
 
 
 def is_matrix(dims: str) -> bool:
-    """Whether Muon updates it: hidden matrices, not embeddings, norms or the router."""
+    """Returns whether Muon updates a parameter: a hidden matrix, no embedding, norm, router."""
     return is_product(dims) and "V" not in dims and dims != "DE"
 
 

@@ -91,7 +91,7 @@ def sum_shares(
 def gradients_of(
     model: ModelDef, state: TrainState, batch: Batch
 ) -> tuple[Tree, LossParts, Reduction]:
-    """Returns gradients and all else of a step, with or without pipeline stages."""
+    """Returns gradients, loss parts and codec state, with or without pipeline stages."""
     of = stages.loss_gradients if model.layout.stage else loss_gradients
     return of(model, state, batch)
 
@@ -116,7 +116,7 @@ def loss_gradients(
         split_batch = split_micro_batches(batch, micro_batches)
         totals, earlier = _add_up(model, state, loss, split_batch)
         last = jax.tree.map(lambda x: x[-1], split_batch)
-        # Else the last may run forward first, and what it saves is kept while the others run.
+        # Else the last's forward may run first, and its residuals stay while the others run.
         totals, last = jax.lax.optimization_barrier((totals, last))
 
         def last_loss(params: Tree) -> tuple[jax.Array, LossParts]:
@@ -137,7 +137,7 @@ def _add_up(
     Gradients cross copies of a shard in the last micro-batch alone: see `Shard.total`.
 
     Args:
-      loss: of (parameters as `Shard`s, micro-batch, rows).
+      loss: function of (parameters as `Shard`s, micro-batch, rows).
     """
 
     def add(carried: Any, scanned: Any) -> tuple[Any, None]:
@@ -179,7 +179,7 @@ def _loss_of(
     """Returns this device's share of a micro-batch's loss, and its parts.
 
     Args:
-      num_targets: of the full batch.
+      num_targets: targets of the full batch.
       gathered: `Shard.gathered` of each weight, or None.
       params: `Shard`s, with residuals and totals.
       index: the micro-batch, counted from zero.

@@ -13,7 +13,7 @@ class TrainState(NamedTuple):
 
     step: Leaf  # optimizer steps done, which is also the position in the data
     skipped: Leaf  # updates not applied because loss or gradient was not finite
-    params: Tree  # what is trained: all weights, or adapters
+    params: Tree  # trained parameters: all weights, or adapters
     router_bias: Tree  # selection biases of loss-free balancing
     optimizer: Any
     reduction: "Reduction"

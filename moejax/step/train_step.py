@@ -59,7 +59,7 @@ class TrainStep:
 
     @property
     def layout(self) -> Layout:
-        """How arrays are laid out on the mesh."""
+        """The layout of arrays on the mesh."""
         return self.model.layout
 
     @property
@@ -94,7 +94,7 @@ class TrainStep:
         return parameter_sizes(self.model.frozen_dims, self.abstract.frozen)
 
     def adapter_sizes(self) -> dict[str, tuple[str, int]]:
-        """Returns the same of each adapter's factors; empty if all weights are trained."""
+        """Returns the same for each adapter's factors; empty if all weights are trained."""
         if self.abstract.frozen is None:
             return {}
         return parameter_sizes(self.dims, self.abstract.params)
@@ -102,7 +102,7 @@ class TrainStep:
     def argument_bytes(self) -> dict[str, int]:
         """Returns the bytes of a step's arguments on one device by kind, without counters.
 
-        The weights are those that are trained; gradients are as large.
+        "weights" are the trained weights; gradients are as large.
         """
         state = self.abstract
         return {
@@ -136,7 +136,7 @@ class TrainStep:
         return state._replace(frozen=frozen, router_bias=router_bias)
 
     def _first(self, params: Tree) -> TrainState:
-        """The state before the first step, without what is not trained."""
+        """The state before the first step, without frozen weights and selection biases."""
         zero, moments = jnp.zeros((), jnp.int32), self._optimizer.init(params)
         return TrainState(zero, zero, params, None, moments, self._empty_reduction())
 
@@ -170,7 +170,7 @@ class TrainStep:
         """Returns the same functions for a state of weights alone, which is enough to evaluate.
 
         Args:
-          dtype: in which matrices are held that are trained; None: in that of training.
+          dtype: dtype of trained matrices; None: as in training.
         """
         weights = self.abstract._replace(optimizer=(), reduction=Reduction(None, None))
         if dtype is not None and weights.frozen is None:

@@ -302,7 +302,7 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         (
             {"model.layer_mlps": ("dense", "experts") * 2, "model.first_dense_layers": 1},
             "model.first_dense_layers",
-            "`model.layer_mlps` says of each block",
+            "`model.layer_mlps`",
         ),
         (
             {"model.layer_attention": ("window", "full") * 2},
@@ -385,7 +385,7 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
                 "train.micro_batches": 2,
             },
             "mesh.gather_across",
-            "with stages weights are gathered once a step; take use",
+            "with stages weights are gathered once a step",
         ),
         (
             {"mesh.fsdp": 8, "mesh.gather_across": "passes", "model.remat": "collectives"},

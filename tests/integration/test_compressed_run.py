@@ -81,5 +81,5 @@ def test_another_policy_or_mesh_drops_what_was_kept_and_says_so(place, straight,
         change_words = [f"--config.{change}"]
     code, out, err = run(place, *words, *change_words)
     assert code == 0, err
-    assert "what codecs had not sent yet is dropped" in " ".join(out.split())
+    assert "codecs' state is dropped" in " ".join(out.split())
     assert f"resuming at step {STEPS}" in out

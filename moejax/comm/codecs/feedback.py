@@ -15,7 +15,7 @@ class ErrorFeedback(Codec):
 
     The decoded payload and the kept error add up to the input plus the previous error, up to a
     rounding of float32. With `average` below one the kept error is a moving average, with `stored`
-    it is kept in blocks of eight bits, with `reset` it is set to zero every so many steps. All
+    it is kept in blocks of eight bits, with `reset` it is set to zero every `reset` steps. All
     three together are LoCo.
     """
 

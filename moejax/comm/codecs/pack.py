@@ -36,7 +36,7 @@ def pack(payload: Payload, lead: int = 1) -> jax.Array:
 
 
 def unpack(packed: jax.Array, like: Payload) -> Payload:
-    """The inverse of `pack`; leading sizes may differ from those of `like`."""
+    """The inverse of `pack`; leading sizes may differ from `like`'s."""
     leaves, tree = jax.tree.flatten(like)
     lead, start, arrays = packed.ndim - 1, 0, []
     for leaf in leaves:

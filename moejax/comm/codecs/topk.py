@@ -19,7 +19,7 @@ class TopK(Codec):
     refitted every `refresh` steps (DCT), and a count of overflow.
 
     A payload holds `capacity_factor` times the share. If more values are above t, the first are
-    sent; the rest overflow. Error: |x| for a value that is not sent, else that of bfloat16.
+    sent; the rest overflow. Error: |x| for a value that is not sent, else the error of bfloat16.
     """
 
     share: float

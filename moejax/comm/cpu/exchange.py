@@ -1,9 +1,9 @@
-"""An exchange between devices of several CPU processes, beside which a program goes on computing.
+"""Exchanges between devices of several CPU processes, which overlap with computation.
 
 XLA's CPU runtime calls gloo from the thread that runs the program: nothing computes until the bytes
 have arrived. `exchange.cc` sends and receives in a thread of each device: one call begins an
-exchange, another waits for it. It is compiled when it is first needed and kept in the user's cache;
-`comm.cpu.peers` connects the devices, and `comm.cpu.gloo` puts exchanges in place of large
+exchange, another waits for it. The file is compiled when it is first needed and kept in the user's
+cache; `comm.cpu.peers` connects the devices, and `comm.cpu.gloo` puts exchanges in place of large
 collectives.
 """
 
@@ -38,7 +38,7 @@ CALLS = (
     "moejax_exchange_done",
     "moejax_hold",
 )
-SUMS = (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32)  # that exchange.cc adds
+SUMS = (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32)  # dtypes that exchange.cc adds
 
 
 class PendingExchange(NamedTuple):
@@ -49,7 +49,7 @@ class PendingExchange(NamedTuple):
     number: jax.Array
 
     def end(self) -> jax.Array:
-        """Waits where the result is used. A started exchange must be waited for in any case."""
+        """Waits. Every started exchange must be waited for, even if its result is unused."""
         done = jax.ffi.ffi_call(
             "moejax_exchange_done",
             jax.ShapeDtypeStruct(self.y.shape, self.y.dtype),
@@ -60,15 +60,16 @@ class PendingExchange(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The connected devices of a mesh, and the collectives that are made of exchanges.
+    """The connected devices of a mesh, and collectives made of exchanges.
 
-    Gathers and sums among several devices of several processes go along a ring, as NCCL's do: over
-    the link between two hosts each part passes once. Others send each part to where it belongs.
+    Gathers and sums among several devices of several processes go along a ring, as NCCL's do: each
+    part crosses the link between two hosts once. Other collectives send parts directly to their
+    device.
 
     Attributes:
-      device_ids: of the devices, in mesh order.
-      processes: of the devices, in mesh order.
-      axis_names, axis_sizes: of the mesh.
+      device_ids: ids of the devices, in mesh order.
+      processes: process of each device, in mesh order.
+      axis_names, axis_sizes: names and sizes of the mesh axes.
     """
 
     device_ids: tuple[int, ...]
@@ -127,9 +128,9 @@ class Exchange(NamedTuple):
     def _sum(
         self, x_P: jax.Array, axes: Sequence[str], after: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the sum of the devices' x of which this device keeps its part, [...].
+        """Returns this device's part of the sum of all devices' x, [...].
 
-        Along a ring it is rounded at each device, else once, in the order of the devices.
+        Along a ring the sum is rounded at each device, else once, in the order of the devices.
         """
         if self._in_rings(axes) and x_P.dtype in SUMS:
             y_P, number = self._along_rings(x_P, axes, after, x_P.shape, sums=True)
@@ -154,7 +155,7 @@ class Exchange(NamedTuple):
         return started.end(), started.number
 
     def _in_rings(self, axes: Sequence[str]) -> bool:
-        """Whether devices along the axes are of several processes, and several of one."""
+        """Returns whether groups along the axes span processes, and some share a process."""
         members = self._grouped(self.processes, axes)[0]
         return 1 < len(set(members)) < len(members)
 
@@ -198,7 +199,7 @@ class Exchange(NamedTuple):
         return _start("moejax_exchange_start_pairs", x, after, x.shape, pairs=members)
 
     def _grouped(self, numbers: Sequence[int], axes: Sequence[str]) -> np.ndarray:
-        """Numbers of the devices, [groups, members]: a group is of those along the axes.
+        """Returns the devices' numbers, [groups, members], grouped along the axes.
 
         Members are in the order of parts.
         """
@@ -226,7 +227,7 @@ def hold(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
     call = jax.ffi.ffi_call(
         "moejax_hold",
         jax.ShapeDtypeStruct(x.shape, x.dtype),
-        has_side_effect=True,  # else it would go where nothing uses x
+        has_side_effect=True,  # else XLA would drop it if nothing uses x
         input_output_aliases={0: 0},
     )
     return call(x, *others)
@@ -248,7 +249,7 @@ def connected(mesh: Mesh) -> Exchange | None:
 def _connect() -> bool:
     """Connects each device of this process to each other device, and registers the calls.
 
-    Returns False, and says why, if any process could not: all processes then go without.
+    Returns False, and says why, if any process failed: then gloo serves all processes.
     """
     try:
         connect_all(_begin_devices, _hand_over)
@@ -270,7 +271,7 @@ def _begin_devices() -> None:
 
 
 def _hand_over(own: int, peer: int, connection: socket.socket) -> None:
-    """Gives a connection to the device whose it is."""
+    """Gives a connection to the device that owns it."""
     connection.setblocking(False)
     numbers = ctypes.c_int64(own), ctypes.c_int64(peer), ctypes.c_int(connection.fileno())
     _check(_library().moejax_connect(*numbers))
@@ -284,7 +285,7 @@ def _check(wrong: bytes | None) -> None:
 
 @functools.cache
 def _register() -> None:
-    """Tells XLA of the calls, once in a process."""
+    """Registers the calls with XLA, once in a process."""
     library = _library()
     for name in CALLS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
@@ -334,13 +335,13 @@ def _open(path: Path) -> Any:
     for name in CALLS:
         getattr(library, name)
     for tells in (library.moejax_device, library.moejax_connect):
-        tells.restype = ctypes.c_char_p  # what went wrong
+        tells.restype = ctypes.c_char_p  # the error
     library.moejax_sent.restype = ctypes.c_uint64
     return library
 
 
 def compile_library(source: Path, library: Path) -> str | None:
-    """Makes a library of foreign functions; returns the reason why it could not."""
+    """Compiles a library of foreign functions. Returns the error, or None."""
     compiler = shutil.which("g++")
     if compiler is None:
         return "there is no C++ compiler (g++)"
@@ -355,7 +356,7 @@ def compile_library(source: Path, library: Path) -> str | None:
                 check=True,
                 capture_output=True,
                 text=True,
-                errors="replace",  # of a compiler whose language is not ours
+                errors="replace",  # compilers may write in another encoding
             )
             built.replace(library)
     except subprocess.CalledProcessError as error:

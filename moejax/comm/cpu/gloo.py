@@ -1,4 +1,4 @@
-"""Several processes on CPU: collectives in one order, and beside the computing.
+"""Several processes on CPU: collectives in a fixed order, overlapped with computation.
 
 On CPU the gloo library carries collectives between processes. XLA has faults there (JAX 0.10.2 to
 0.12.0.1):
@@ -11,7 +11,7 @@ On CPU the gloo library carries collectives between processes. XLA has faults th
 
 `in_order` rewrites a traced function so that each collective waits for the collective before it,
 through every loop, conditional and call, and so that large ones go through `comm.cpu.exchange`.
-Decisions 0008 and 0022 say what was measured.
+Decisions 0008 and 0022 have the measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ LARGE = 2**16  # bytes from which a collective goes through the exchange
 
 
 def is_gloo(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether gloo carries the collectives of programs on this mesh."""
+    """Returns whether gloo carries the collectives of programs on this mesh."""
     if not isinstance(mesh, Mesh) or not jax.distributed.is_initialized():
         return False
     return mesh.devices.flat[0].platform == "cpu"
 
 
 def computes_beside(mesh: Mesh) -> bool:
-    """Whether a program on this mesh computes while its large collectives run (`exchange`)."""
+    """Returns whether a program on this mesh computes during large collectives (`exchange`)."""
     return is_gloo(mesh) and connected(mesh) is not None
 
 
@@ -69,7 +69,7 @@ def in_order(function: Callable, exchange: Exchange | None = None) -> Callable:
 
     Args:
       function: runs per device, inside shard_map; arguments and results are trees of arrays.
-      exchange: what carries large collectives; None leaves them to gloo.
+      exchange: carries large collectives; None leaves them to gloo.
     """
 
     def ordered(*arguments: Any) -> Any:
@@ -81,16 +81,16 @@ def in_order(function: Callable, exchange: Exchange | None = None) -> Callable:
     return ordered
 
 
-Results = tuple[list[Any], jax.Array]  # of what was evaluated, and the next token
+Results = tuple[list[Any], jax.Array]  # the results, and the next token
 
 
 class _Rewriter:
     """Evaluates jaxprs with their collectives in order.
 
     A token is a zero computed from the last collective's result: using it makes the next
-    collective wait. That of an exchanged transfer between stages is computed from its number, so
-    that the next waits for its start alone. Every method takes the token before it and returns
-    the token after it.
+    collective wait. After an exchanged transfer between stages the token is computed from the
+    transfer's number: the next collective waits only for its start. Every method takes the token
+    before it and returns the token after it.
     """
 
     def __init__(self, exchange: Exchange | None):
@@ -135,7 +135,7 @@ class _Rewriter:
         return transfers.read(jaxpr.outvars), token
 
     def _in_order(self, eqn: Any, inputs: list[Any], token: jax.Array) -> Results:
-        """Evaluates a collective of gloo's, or an equation with collectives inside."""
+        """Evaluates a collective that gloo carries, or an equation with collectives inside."""
         name = eqn.primitive.name
         if name in KINDS:
             return self._collective(eqn, inputs, token)
@@ -151,7 +151,7 @@ class _Rewriter:
         return self.evaluate(jaxpr, (), inputs, token)
 
     def _exchange(self, eqn: Any, inputs: list[Any]) -> Exchange | None:
-        """What carries this equation's collective in place of gloo, if anything does."""
+        """Returns the exchange that carries this equation's collective; None if gloo does."""
         if self.exchange is None or eqn.primitive.name not in self.exchange.carries:
             return None
         return self.exchange if len(inputs) == 1 and inputs[0].nbytes >= LARGE else None

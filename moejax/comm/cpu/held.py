@@ -1,4 +1,4 @@
-"""Several processes on CPU: what stays in memory beside exchanges, and what computes for long.
+"""Several processes on CPU: arrays that stay in memory during exchanges, and long equations.
 
 For `comm.cpu.gloo`, which rewrites a program so that it computes while its collectives run.
 """
@@ -12,22 +12,23 @@ import jax.numpy as jnp
 from moejax.comm.cpu.exchange import hold
 from moejax.comm.jaxprs import inner_jaxprs, opened, scan_operands
 
-LONG = ("dot_general", "ffi_call", "ragged_dot", "scan", "while")  # what computes for long
+# Primitives that may run for long.
+LONG = ("dot_general", "ffi_call", "ragged_dot", "scan", "while")
 SMALL = 2**16  # bytes of an array that may be copied
 
 
 class Held(NamedTuple):
     """The arrays that stay in memory until a scope's last exchange of tokens has ended.
 
-    XLA gives the memory of an array that was sent, or computed with, to what the program makes
-    next, which then waits until all that reads it has ended. The order of rows counts as well:
-    XLA may reuse a chunk's index buffer for results, which would then wait for its experts.
+    XLA reuses the memory of an array that was sent or read for the next results of the program,
+    which then wait for all readers of the array. The order of rows counts as well: XLA may reuse a
+    chunk's index buffer for results, which would then wait for its experts.
 
     Attributes:
-      arrays: that were sent and received, and that were computed with between exchanges.
-      since: what was computed with since the last exchange.
-      orders: integers that were there before the first exchange, by id, until something reads them.
-      last: the results of what was computed last.
+      arrays: arrays that were sent or received, or used by long equations between exchanges.
+      since: arrays used by long equations since the last exchange.
+      orders: integer arrays from before the first exchange, by id, until something reads them.
+      last: the results of the last long equation.
     """
 
     arrays: list[jax.Array]
@@ -43,20 +44,20 @@ class Held(NamedTuple):
         self.since.clear()
 
     def in_turn(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Returns the inputs of an equation, of which one waits for what was computed before.
+        """Returns the inputs of an equation; one of them waits for the last long equation.
 
-        Chunks whose rows have arrived would otherwise be computed with at the same time, each
-        slower, and the first results would be late for the link. Several devices of a process
-        share its threads, and fill each other's gaps if none waits.
+        Otherwise chunks whose rows have arrived would run at the same time, each slower, and the
+        first results would reach the link late. With several devices in a process nothing waits:
+        they share its threads, and fill each other's gaps.
         """
         if not self.last or jax.local_device_count() > 1 or not runs_long(eqn):
             return inputs
         return wait_for(eqn, inputs, self.last)
 
     def computed(self, eqn: Any, inputs: list[Any], results: list[Any]) -> None:
-        """Takes what an equation reads and makes, if it runs for long beside an exchange.
+        """Adds the inputs and results of an equation that runs long beside an exchange.
 
-        What it writes in place is left out: held, it would have to be copied.
+        Arrays that it writes in place are left out: held, they would have to be copied.
         """
         if not self.arrays:
             return
@@ -77,9 +78,9 @@ def _is_order(x: Any) -> bool:
 
 
 def wait_for(eqn: Any, inputs: list[Any], others: list[jax.Array]) -> list[Any]:
-    """Returns the inputs of an equation, a small one of which, if there is any, waits for others.
+    """Returns the inputs of an equation; the smallest below `SMALL`, if any, waits for `others`.
 
-    It may have to be copied.
+    That input may have to be copied.
     """
     places = carried_places(eqn)
     small = [
@@ -94,14 +95,14 @@ def wait_for(eqn: Any, inputs: list[Any], others: list[jax.Array]) -> list[Any]:
 
 
 def runs_long(eqn: Any) -> bool:
-    """Whether an equation computes for long."""
+    """Returns whether an equation may run for long."""
     if eqn.primitive.name in LONG:
         return True
     return any(runs_long(inner) for jaxpr in inner_jaxprs(eqn) for inner in opened(jaxpr).eqns)
 
 
 def carried_places(eqn: Any) -> set[int]:
-    """Returns the places of inputs that loops write to."""
+    """Returns the positions of the inputs that loops write to."""
     name, params, count = eqn.primitive.name, eqn.params, len(eqn.invars)
     if name == "while":
         return set(range(params["cond_nconsts"] + params["body_nconsts"], count))

@@ -3,8 +3,8 @@
 Every process listens at the address at which the others reach it. The coordination service hands
 out a token that process 0 draws, and tells each process where the others listen. A connection
 begins with the token, the device that connects and the one that it connects to; the other side
-answers. Whoever says anything else, or nothing in time, is closed and does not count. What goes
-wrong in one process is known to all of them before any of them computes.
+answers. A connection that says anything else, or nothing in time, is closed and does not count. An
+error in one process is known to all of them before any of them computes.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from moejax.runtime.start import own_address
 WAIT_S = 600.0  # how long a process may take to reach its first program
 POLL_MILLISECONDS = 1000  # waits are cut into intervals, so that Ctrl-C gets through
 CONNECT_S = 120.0  # for all connections, once every process listens
-HELLO_S = 10.0  # for what a connection begins with
+HELLO_S = 10.0  # for a connection's first message
 HELLO = struct.Struct("!32sqq")  # token, the device that connects, the one that it connects to
 ANSWER = b"moejax"
 
@@ -42,7 +42,7 @@ class NotConnectedError(Exception):
 
 
 class Place(NamedTuple):
-    """Where a process listens, and the token that it drew."""
+    """The address at which a process listens, and the token that it drew."""
 
     host: str
     port: int
@@ -53,7 +53,7 @@ def connect_all(begin: Callable[[], None], hand_over: HandOver) -> None:
     """Connects each device of this process to each other device; every process calls it.
 
     Args:
-      begin: runs before; what it raises, all processes are told.
+      begin: runs first; if it raises, all processes get the error.
       hand_over: takes a device of this process, its peer, and their connection.
     Raises:
       NotConnectedError: in all processes, if anything went wrong in any of them.
@@ -73,10 +73,10 @@ def connect_all(begin: Callable[[], None], hand_over: HandOver) -> None:
 
 
 def _agree(name: str, make: Callable[[], Any]) -> list[Any]:
-    """Returns what `make`, JSON values, gave in each process.
+    """Returns the JSON values that `make` returned in each process.
 
     Raises:
-      NotConnectedError: in all processes, if it could not in some.
+      NotConnectedError: in all processes, if it failed in any of them.
     """
     value, failed, index = None, None, jax.process_index()
     try:
@@ -115,7 +115,7 @@ def _share(name: str, value: Any) -> list[Any]:
 
 
 def _connect(server: socket.socket, places: list[Place], hand_over: HandOver) -> None:
-    """The device with the higher id connects to the other, and says who it is."""
+    """Connects devices: the one with the higher id calls the other, and says who it is."""
     here = [device.id for device in jax.local_devices()]
     token, until = places[0].token.encode(), time.monotonic() + CONNECT_S
     expected = {(own, peer.id) for own in here for peer in jax.devices() if peer.id > own}
@@ -164,8 +164,8 @@ def accept_peers(
     """Returns the connections of the expected pairs, which are taken out of the set.
 
     Args:
-      expected: emptied by another thread, it ends the wait.
-      until: on the monotonic clock.
+      expected: the wait ends when another thread empties it.
+      until: deadline on the monotonic clock.
     Raises:
       NotConnectedError: if some have not come by then.
     """
@@ -219,9 +219,9 @@ def _welcome(server: socket.socket, selector: selectors.BaseSelector) -> None:
 def _read_hello(
     key: selectors.SelectorKey, selector: selectors.BaseSelector, token: bytes
 ) -> Pair | None:
-    """Reads what a connection begins with: its pair, once all is there and the token is right.
+    """Reads a connection's first message. Returns its pair once complete, if the token is right.
 
-    What has another token, or ends, is closed.
+    A connection with another token, or one that ends, is closed.
     """
     connection: Any = key.fileobj
     try:
@@ -243,7 +243,7 @@ def _read_hello(
 
 
 def _answer(connection: socket.socket) -> None:
-    """Tells the other side that it is expected. One that has gone is found when it is used."""
+    """Tells the other side that it is expected. A connection that is gone fails when it is used."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         connection.sendall(ANSWER)

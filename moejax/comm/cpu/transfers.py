@@ -102,7 +102,7 @@ class Transfers:
 
 
 def computes_or_communicates(eqn: Any) -> bool:
-    """Whether an equation runs for long or has a collective."""
+    """Returns whether an equation runs for long or has a collective."""
     if eqn.primitive.name in KINDS or runs_long(eqn):
         return True
     return any(map(communicates, inner_jaxprs(eqn)))

@@ -38,14 +38,14 @@ class SlotMap(NamedTuple):
 class Ranked(NamedTuple):
     """Items sorted by peer, in row order or by expert."""
 
-    peer_MK: Int[Array, "M K"]  # of each item; P if there is no item
-    place_MK: Int[Array, "M K"]  # of the item in sorted order
+    peer_MK: Int[Array, "M K"]  # peer of each item; P if there is no item
+    place_MK: Int[Array, "M K"]  # position of the item in sorted order
     order_A: Int[Array, " A"]  # the inverse: the item in each place
     start_P: Int[Array, " P+1"]  # where each peer's items begin; last: where items end
 
     @property
     def rank_MK(self) -> Int[Array, "M K"]:
-        """The number of each item among those of its peer."""
+        """The position of each item among the items of its peer."""
         return self.place_MK - _at(self.start_P, self.peer_MK)
 
     @property
@@ -104,14 +104,14 @@ def place_items(
     """Gives each item a slot in its peer's bucket.
 
     Args:
-      rows: J; large enough for every peer, which the caller has made sure of.
+      rows: J; the caller makes sure that it is large enough for every peer.
       expert_MK: sorts the items of a peer by expert and cuts them into runs, one for each part, as
         in `rank_items`; None deals them to the parts in turn.
     """
     ranked = rank_items(peer_MK, peers=peers, merge=merge, expert_MK=expert_MK)
     slots, rank_MK = parts * peers * rows, ranked.rank_MK
     row_J, part_I1 = jnp.arange(rows), jnp.arange(parts)[:, None]
-    # Slot (i, p, j) has the item of its peer that is ranked so; all below `stop_IPJ`.
+    # `rank_IPJ`: rank of slot (i, p, j)'s item among its peer's; at `stop_IPJ` and above, no item.
     if expert_MK is None:
         part_MK, row_MK = rank_MK % parts, rank_MK // parts
         rank_IPJ = (row_J * parts + part_I1)[:, None]
@@ -124,7 +124,7 @@ def place_items(
         stop_IPJ = -(-(part_I1 + 1) * ranked.counts_P // parts)[:, :, None]
     slot_MK = (part_MK * peers + ranked.peer_MK) * rows + row_MK
     slot_MK = jnp.where(ranked.peer_MK < peers, slot_MK, slots)
-    # Where the slot's item stands in sorted order. A scatter would take three kernels for one.
+    # The item of each slot, gathered from sorted order: a scatter would take three kernels.
     item_IPJ = _at(ranked.order_A, ranked.start_P[:-1, None] + rank_IPJ)
     item_IPJ = jnp.where(rank_IPJ < stop_IPJ, item_IPJ, peer_MK.size)
     return SlotMap(slot_MK, item_IPJ.reshape(-1))
@@ -144,7 +144,7 @@ def order_items(
 
 
 def _at(x_A: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns x by index, which is not negative; the last number for an index past the end."""
+    """Returns x by non-negative index; the last number for an index past the end."""
     return x_A.at[index].get(mode="clip", wrap_negative_indices=False)
 
 

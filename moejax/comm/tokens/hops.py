@@ -123,7 +123,7 @@ def combine_at_source(
     """Decodes the results of each token and adds them up, on the token's own device.
 
     Args:
-      arrived: what `combine_hop` returned for hop 0, of all parts.
+      arrived: result of `combine_hop` for hop 0, with all parts.
       weight_NK: weights of the sum; None if rows were weighted at the experts, or are gradients.
       like: an array of the result's shape and dtype.
     """
@@ -138,7 +138,7 @@ def combine_at_source(
 def return_dots(
     dots_IM1: Float[Array, "I M 1"], plan: DispatchPlan, route: Route, layout: Layout
 ) -> Float[Array, "N K"]:
-    """Sends a number of each row, all parts at once, back over all hops of a route without merges.
+    """Sends one number per row, all parts at once, back over the hops of a route without merges.
 
     Returns the number of each choice; zero for a dropped one. Wire: 4 bytes a row, exact.
     """

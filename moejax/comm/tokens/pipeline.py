@@ -37,16 +37,16 @@ Stage = Callable[[int, Any], Any]
 
 
 class Experts(NamedTuple):
-    """What the experts of a device do with the rows of a chunk; nothing here communicates.
+    """The experts' computation on a chunk's rows on one device; nothing here communicates.
 
     Attributes:
       order: choices [R, K] -> integers that `compute` needs. They are known before rows arrive.
       compute: (rows [R, D], weights [R, K], (integers of all chunks, number of this chunk),
-        params, frozen, sums or None) -> results [R, D], and the sums, whose gradient is that of the
-        params: see `expert_mlp_adding`. Where results are weighted at the source, weights are ones
-        [R, 1], there for their gradient alone, or None.
+        params, frozen, sums or None) -> results [R, D], and the sums. Their gradient is the
+        params' gradient: see `expert_mlp_adding`. If results are weighted at the source, weights
+        are ones [R, 1], which only serve for their gradient, or None.
       adds_up: whether `compute` takes sums, so that a chunk adds its gradients of the params to
-        those of the chunk before. Otherwise each chunk makes its own, to be added up at the end.
+        the previous chunk's. Otherwise the gradients of all chunks are added up at the end.
     """
 
     order: Callable[[jax.Array], Any]
@@ -100,8 +100,8 @@ def dispatch_compute_combine(
 
     Args:
       params: parameters of the experts; differentiated, as are tokens and weights.
-      frozen: parameters of the experts that are not.
-      experts: those of this device, applied to the rows that arrive.
+      frozen: parameters of the experts that are not differentiated.
+      experts: this device's experts, applied to the rows that arrive.
       barriers: see `run_stages`.
     """
     return _dispatch_compute_combine(
@@ -234,12 +234,13 @@ def _weight_gradient(
 ) -> jax.Array:
     """The gradient of weights that were applied at the source, [N, K].
 
-    Experts saw the gradients of their results times the weight, so what they found is the weight's
-    gradient times the weight. A weight of zero hides its gradient, which is given as zero: no
-    router passes it on, because a weight is a score or a share of scores, with a gradient of zero.
+    Experts saw the gradients of their results times the weight, so their dot products are the
+    weight's gradient times the weight. A weight of zero hides its gradient, which is given as zero:
+    no router passes it on, because a weight is a score or a share of scores, with a gradient of
+    zero.
 
     Args:
-      dots_IM1: of all parts, as experts found them.
+      dots_IM1: the experts' dot products of all parts.
     """
     dots_NK = return_dots(dots_IM1, plan, route, layout)
     return jnp.where(weight_NK == 0, 0, dots_NK / weight_NK)
@@ -290,7 +291,7 @@ def _tag(tree: Any) -> Any:
 
 
 def _orders(experts: Experts, plan: DispatchPlan, chunks: int) -> Any:
-    """What `experts.order` gives for all chunks, stacked; together it takes fewer kernels."""
+    """Returns `experts.order` of all chunks, stacked: one call takes fewer kernels."""
     choices_IMK = plan.expert_IMK
     stacked = jax.vmap(experts.order)(choices_IMK.reshape(chunks, -1, choices_IMK.shape[-1]))
     return jax.tree.map(lambda x: checkpoint_name(x, PLACES), stacked)

@@ -4,9 +4,9 @@
 known. Neither imports JAX. The rules on single values live with the fields in `config.schema`.
 
 Read in this order: this file, `effects` (settings that would change nothing), `gradients`
-(settings that leave a parameter without a gradient), `mesh` (axes and
-their sizes), `stages` (the pipeline's), `size` (limits of arrays), `planned` (what a planner
-chooses), `paths` (files and folders). `text` has words that their messages share.
+(settings that leave a parameter without a gradient), `attention`, `mesh` (axes and their sizes),
+`stages` (the pipeline's), `size` (limits of arrays), `planned` (settings that a planner chooses),
+`paths` (files and folders). `text` has words that their messages share.
 """
 
 import math
@@ -38,7 +38,7 @@ def check(cfg: Config, *, trained: bool = True) -> None:
     """Raises InputError at the first rule between settings that `cfg` breaks.
 
     Args:
-      trained: whether the config is of training, not of weights that are evaluated or imported.
+      trained: whether the config is for training, and not for evaluating or importing weights.
     """
     check_no_secrets(cfg)
     check_effects(cfg)
@@ -114,7 +114,7 @@ def _check_blocks(cfg: Config) -> None:
 
 
 def _check_tables(model: ModelConfig) -> None:
-    """Checks the tables of layers: one entry a layer, and none that a shorter setting is for."""
+    """Checks the tables of layers: one entry a layer, and no needless table."""
     for name in ("layer_mlps", "layer_attention"):
         entries = len(getattr(model, name))
         require(

@@ -10,7 +10,7 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 
 ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward", "route_trim")
-# `model.remat` that gathers weights again in backward.
+# Values of `model.remat` with which backward gathers weights again.
 RECOMPUTED = ("full", "dots", "token_collectives", "attention", "experts")
 PLANNER_SETTINGS = tuple(
     f"plan.{name}"
@@ -30,7 +30,7 @@ def _effects(cfg: Config) -> Iterator[_Effect]:
     yield (
         ("model.first_dense_layers", "model.moe_every"),
         lambda cfg: not cfg.model.layer_mlps,
-        "`model.layer_mlps` says of each block whether it has experts",
+        "`model.layer_mlps` sets the MLP of each block",
     )
     yield (
         ("model.mlp_hidden",),
@@ -126,12 +126,12 @@ def _mesh_effects() -> Iterator[_Effect]:
     yield (
         ("mesh.gather_across",),
         lambda cfg: cfg.mesh.stage == 1 or cfg.mesh.gather_across == "use",
-        "`mesh.stage` is above 1, and with stages weights are gathered once a step; take use",
+        "`mesh.stage` is above 1, and with stages weights are gathered once a step; choose use",
     )
     yield (
         ("mesh.gather_across",),
         lambda cfg: cfg.mesh.gather_across != "passes" or cfg.model.remat in RECOMPUTED,
-        "`model.remat` keeps gathered weights for backward, or all; take use",
+        "`model.remat` keeps gathered weights for backward, or all; choose use",
     )
     yield (
         ("mesh.simulated_devices",),
@@ -164,7 +164,7 @@ def _attention_effects() -> Iterator[_Effect]:
     yield (
         ("model.full_attention_every",),
         lambda cfg: not cfg.model.layer_attention,
-        "`model.layer_attention` says of each block what it sees",
+        "`model.layer_attention` sets the attention of each block",
     )
     yield (
         ("model.full_attention_every", "model.layer_attention"),

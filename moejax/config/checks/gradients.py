@@ -1,7 +1,7 @@
 """Refuses settings that leave a trained parameter without a gradient.
 
-What is left of such a gradient is rounding noise. Adam divides by its size, so the parameter walks
-at random in full steps, and no loss tells.
+Such a gradient is rounding noise alone. Adam divides by its size, so the parameter walks at random
+in full steps, and the loss does not show it.
 """
 
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ ROUTER = "moe.w_router"
 
 
 def check_gradients(cfg: Config) -> None:
-    """Raises InputError at a setting with which a parameter that is trained has no gradient."""
+    """Raises InputError at a setting that leaves a trained parameter without a gradient."""
     moe, model = cfg.moe, cfg.model
     require(
         not (has_fixed_weight(cfg) and _trains_router(cfg)),
@@ -34,13 +34,13 @@ def check_gradients(cfg: Config) -> None:
 
 
 def has_fixed_weight(cfg: Config) -> bool:
-    """Whether the weight of each token's expert is one."""
+    """Returns whether the weight of each token's only expert is always one."""
     moe = cfg.moe
     return cfg.model.has_experts and moe.experts_per_token == 1 and moe.router.renormalize
 
 
 def _trains_router(cfg: Config) -> bool:
-    """Whether the router is trained, or an adapter of it."""
+    """Returns whether the router or an adapter of it is trained."""
     if cfg.lora.rank is None:
         return True
     groups = enumerate(layer_groups(cfg.model))

@@ -123,9 +123,10 @@ def check_tensor_axis(cfg: Config) -> None:
 
 
 def check_width(cfg: Config) -> None:
-    """Checks what dense weights shard over fsdp x expert: the width, and widths of latents.
+    """Checks that the width, and widths of latents, divide by the shards of dense weights.
 
-    Weights outside of pipeline stages are spread over these too.
+    These are fsdp x expert. With stages they are stage x fsdp x expert, because the weights outside
+    of stages are sharded over `stage` too.
     """
     model, mesh = cfg.model, cfg.mesh
     sizes = {"width": model.width, "q_latent": model.q_latent, "kv_latent": model.kv_latent}

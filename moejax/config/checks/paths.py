@@ -1,4 +1,4 @@
-"""Checks that outputs can be written, before work whose result would be lost, and of secrets."""
+"""Checks that outputs can be written, before work begins, and that settings hold no secrets."""
 
 import tempfile
 from pathlib import Path
@@ -46,13 +46,13 @@ def check_folder(folder: Path, shown: str) -> None:
 
 
 def check_plain(path: Path | str, shown: str) -> None:
-    """Refuses a place of checkpoints whose name libraries would read as a pattern of names.
+    """Refuses a place of checkpoints whose name libraries would read as a glob.
 
-    Orbax 0.12 and fsspec look for their own files with globs, and do not escape what is in front:
-    of `runs/exp[lr=1e-3]` they find nothing, or another folder's files.
+    Orbax 0.12 and fsspec look for their own files with globs, and do not escape the folder in
+    front: in `runs/exp[lr=1e-3]` they find nothing, or another folder's files.
 
     Args:
-      path: of a folder, with those that it is in; or the text of a place elsewhere.
+      path: path of a folder, checked with its parents; or the text of a remote place.
       shown: its setting or flag.
     Raises:
       InputError: names the characters.
@@ -81,7 +81,7 @@ def check_no_secrets(cfg: Config) -> None:
     """Refuses URLs with a password or token: a run writes its config down, and shows it.
 
     Raises:
-      InputError: names the setting, and shows the URL without what is secret.
+      InputError: names the setting, and shows the URL without its secret.
     """
     for name in fields():
         value = get_value(cfg, name)

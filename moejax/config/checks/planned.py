@@ -1,4 +1,4 @@
-"""The settings that the planner may choose, and whether it does."""
+"""The settings that the planner may choose, and the rules about plans."""
 
 from moejax.config.compression import PRESETS
 from moejax.config.fields import fields, get_value, one_line, short
@@ -11,14 +11,14 @@ LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
 EXCHANGE = ("route", "route_chunks", "route_chunks_backward", "moe.headroom")
 REDUCTION = ("train.reduction_bytes", "mesh.gather_dense", "mesh.gather_across")
 STAGES = ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices")
-CHUNKS = "model.stage_chunks"  # arrays have a layer group for each
-# The same sums in another order, or recomputed.
+CHUNKS = "model.stage_chunks"  # each chunk is a layer group of the arrays
+# Settings that reorder or recompute the same sums.
 MEMORY = ("model.remat", "train.micro_batches")
 CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])
 CHOSEN = (*LAYOUT, *STAGES, CHUNKS, *EXCHANGE, *REDUCTION, *MEMORY, *CODECS)
 
-# What a file holds for one cluster. Codecs change what is trained, and chunks of layers what a
-# checkpoint holds, so those of a file stay.
+# A config file's settings for one cluster. Codecs change training, and chunks of layers change
+# checkpoints, so a file's codecs and chunks stay.
 ANSWER = (*LAYOUT, *STAGES, *EXCHANGE, *REDUCTION, *MEMORY)
 
 MODES = ("default", "auto", "hand")
@@ -43,7 +43,7 @@ def chosen_names(name: str) -> tuple[str, ...]:
 
 
 def is_planned(cfg: Config) -> bool:
-    """Whether the planner chooses the mesh and the rest."""
+    """Returns whether the planner chooses the mesh and the rest of `CHOSEN`."""
     if cfg.plan.mode == "default":
         return not by_hand(cfg)
     return cfg.plan.mode != "hand"
@@ -79,7 +79,7 @@ def check_plan(cfg: Config) -> None:
 
 
 def check_nodes(cfg: Config, nodes: int, source: str) -> None:
-    """Refuses `mesh.nodes` that differ from those of a cluster or plan.
+    """Refuses `mesh.nodes` that differ from the nodes of a cluster or plan.
 
     Args:
       nodes: nodes of the cluster or plan.

@@ -1,4 +1,4 @@
-"""Rules of pipeline stages: what divides by them, and what they cannot hold."""
+"""Rules of pipeline stages: sizes that they divide, and settings that they do not support."""
 
 from dataclasses import replace
 
@@ -35,17 +35,17 @@ def check_stages(cfg: Config) -> None:
     require(
         repeats % stages == 0,
         f"`mesh.stage` = {stages} does not divide the last {repeats} equal layers{blocks}{part}, "
-        f"which stages share. Each holds as many. Choose {divisors_text(repeats)}{more}.",
+        f"which stages share equally. Choose {divisors_text(repeats)}{more}.",
     )
     require(
         chunks == 1 or cfg.mesh.schedule == "1f1b",
-        f"`model.stage_chunks` is {chunks} and `mesh.schedule` is {cfg.mesh.schedule}. Stages are "
-        "interleaved in 1f1b alone. Set mesh.schedule=1f1b, or model.stage_chunks=1.",
+        f"`model.stage_chunks` is {chunks} and `mesh.schedule` is {cfg.mesh.schedule}. Only 1f1b "
+        "interleaves stages. Set mesh.schedule=1f1b, or model.stage_chunks=1.",
     )
     require(
         train.micro_batches % stages == 0 or (is_planned(cfg) and train.micro_batches == 1),
         f"`train.micro_batches` = {train.micro_batches} is not divisible by `mesh.stage` = "
-        f"{stages}. Each stage feeds as many. Choose {multiples(train.micro_batches, stages)}; "
+        f"{stages}. It must be a multiple. Choose {multiples(train.micro_batches, stages)}; "
         "more micro-batches leave stages less idle.",
     )
     slices = cfg.mesh.stage_slices
@@ -60,7 +60,7 @@ def check_stages(cfg: Config) -> None:
     require(
         cfg.mesh.schedule != "combined_1f1b" or cfg.mesh.stage_keeps == "residuals",
         "`mesh.schedule` is combined_1f1b and `mesh.stage_keeps` is input. Layers of both passes "
-        "take turns, and a stage that keeps its input alone would run three of them. Set "
+        "take turns, and recomputation from the input would add a third pass. Set "
         "mesh.stage_keeps=residuals, with model.remat=full to keep little, or another schedule.",
     )
     if slices > 1:
@@ -69,12 +69,12 @@ def check_stages(cfg: Config) -> None:
 
 
 def _check_slices(cfg: Config) -> None:
-    """Refuses what slices of a sequence are not made for."""
+    """Refuses settings that slices of a sequence do not support."""
     slices = f"`mesh.stage_slices` is {cfg.mesh.stage_slices}"
     usual = (
         ("mesh.schedule", "1f1b", "Slices go back in the opposite order, in 1f1b alone."),
         ("mesh.stage_keeps", "residuals", "Backward of a slice needs keys that forward made."),
-        ("model.stage_chunks", 1, "A micro-batch visits a stage for each slice, or each chunk."),
+        ("model.stage_chunks", 1, "Slices and interleaved chunks cannot be combined."),
         ("moe.router.balance_over", "batch", "No expert layer sees a whole sequence."),
         ("model.predict_ahead", 0, "Its block attends to keys that later slices have."),
     )
@@ -87,7 +87,7 @@ def _check_slices(cfg: Config) -> None:
 
 
 def _check_absent(cfg: Config) -> None:
-    """Refuses what has not been brought together with stages."""
+    """Refuses settings that pipeline stages do not support."""
     stages = f"`mesh.stage` is {cfg.mesh.stage}"
     require(
         cfg.compression.start_layer == 0,

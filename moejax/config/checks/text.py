@@ -1,4 +1,4 @@
-"""Shared by the rules: how they refuse, and which sizes they suggest."""
+"""Texts that the rules share: refusals, and suggestions of sizes."""
 
 from moejax.errors import InputError
 

@@ -1,6 +1,6 @@
 """Tables of the families of models that files can be read from and written to.
 
-Read `parts` and `family` (what `config.json` says), `tensors` (rules that families share), then a
+Read `parts` and `family` (`config.json` as settings), `tensors` (rules that families share), then a
 family, `mixtral` first.
 """
 
@@ -35,7 +35,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Returns the family of a `config.json`.
 
     Raises:
-      InputError: if none is.
+      InputError: if no family matches.
     """
     for family in FAMILIES:
         if family.matches(config):

@@ -65,7 +65,7 @@ class SparseStep:
 
 
 def blocks_of(settings: Settings) -> ModelConfig:
-    """Returns a config of the settings that say which blocks a model has; others are defaults."""
+    """Returns a config with the settings of a model's blocks; others have defaults."""
     names = ("num_layers", "sliding_window", *shortest(ModelConfig()))
     return ModelConfig(**{name: settings[f"model.{name}"] for name in dict.fromkeys(names)})
 
@@ -116,7 +116,7 @@ class OneWindow:
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """A window of some blocks: `layer_types` lists which (gpt-oss, Qwen2-MoE).
+    """A window in some blocks, which `layer_types` lists (gpt-oss, Qwen2-MoE).
 
     Attributes:
       switch: a key without which no block has a window (Qwen2-MoE); "": there is no such key.

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3 (DeepSeek-AI 2024), and Kimi-K2 and Moonlight, which are of V3."""
+"""DeepSeek-V2 and DeepSeek-V3 (DeepSeek-AI 2024), with Kimi-K2 and Moonlight (V3 models)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ PAPER = 0.0001  # DeepSeek-V3 (2024), section 4.2: balance factor of each sequen
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """Heads of latent attention: channels that do not rotate and that do, and those of values."""
+    """Heads of latent attention: their plain, rotating and value channels."""
 
     keys: tuple[str, ...] = (
         "qk_nope_head_dim",
@@ -103,10 +103,10 @@ class SharedExperts:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of experts, of which a token chooses some.
+    """Groups of experts; a token chooses some of them.
 
     Attributes:
-      switch: whether `topk_method` says if groups count (DeepSeek-V2).
+      switch: whether the key `topk_method` turns groups on (DeepSeek-V2).
     """
 
     switch: bool = False

@@ -1,4 +1,4 @@
-"""A family of models: what its `config.json` says, and which tensors its files hold."""
+"""A family of models: the meaning of its `config.json`, and the tensors of its files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from moejax.hf.rules import Rule
 
 
 def stated(settings: Settings) -> dict[str, Any]:
-    """Returns what keys of any family say about a model.
+    """Returns the values that keys of any family have for a model.
 
     Args:
       settings: all settings of the model and its experts, by dotted name.
@@ -150,11 +150,11 @@ class Family:
       name: its name here, which is its `model_type` in files that are written.
       architecture: the class that transformers builds, which names it for certain.
       parts: parts of `config.json` besides the common ones.
-      rules: rules of tensors, without those of experts.
+      rules: rules of tensors, without the experts' rules.
       experts: rules of experts, in each form that files have; the first is written.
       model_types: other values of `model_type`.
-      missing: what a key stands for that is not there, where its part has no default.
-      null: what a null stands for, by key; any other null of a key that counts is refused.
+      missing: values of missing keys whose part has no default.
+      null: values of nulls by key; any other null of a key with a meaning is refused.
       ahead: key with the number of layers after the last that predict further tokens; "": none.
     """
 
@@ -174,7 +174,7 @@ class Family:
         return (*COMMON, *self.parts)
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether a `config.json` is of this family."""
+        """Returns whether a `config.json` is of this family."""
         named = config.get("architectures") or [self.architecture]
         kinds = (self.name, *self.model_types)
         return config.get("model_type") in kinds and named == [self.architecture]
@@ -201,7 +201,7 @@ class Family:
         return settings
 
     def _completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a `config.json` with what missing keys and nulls stand for in this family.
+        """Returns a `config.json` with this family's values for missing keys and nulls.
 
         Raises:
           InputError: lists the nulls that stand for nothing.
@@ -224,7 +224,7 @@ class Family:
         return {**self.missing, **given}
 
     def _refused_others(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-        """Returns why keys without a part are refused: those that do not state what is computed."""
+        """Returns reasons to refuse keys without a part: unknown ones, and others' wrong values."""
         known = {key for part in self.all_parts for key in part.keys} | set(STORAGE)
         if self.ahead:
             known |= {self.ahead, AHEAD}
@@ -276,7 +276,7 @@ class Family:
 
 
 def _equal(value: Any, known: Any) -> bool:
-    """Whether JSON says the same; 1 is 1.0, but neither is true."""
+    """Returns whether two JSON values are equal; 1 is 1.0, but neither is true."""
     return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
@@ -311,7 +311,7 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
 
 
 def differences(theirs: Config, ours: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (dotted name, value there, value here) of settings that change what is computed."""
+    """Returns (dotted name, value there, value here) of settings that change the result."""
     left, right = flat_settings(theirs), flat_settings(ours)
     return [
         (name, left[name], right[name])

@@ -33,7 +33,7 @@ from moejax.hf.families.tensors import (
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """Whether queries and keys are normalised, each head by itself."""
+    """Normalisation of queries and keys, each head by itself."""
 
     keys: tuple[str, ...] = ("use_qk_norm",)
 

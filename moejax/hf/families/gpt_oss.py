@@ -30,7 +30,7 @@ GPT_OSS = Family(
         Always("swiglu_alpha", 1.702),
         Implied(
             (
-                # The softmax over chosen logits is that over all, normalised over the chosen.
+                # A softmax over the chosen logits is the softmax over all, renormalised.
                 ("moe.router.renormalize", True),
                 ("moe.router_bias", True),
                 ("moe.expert_bias", True),

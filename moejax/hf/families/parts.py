@@ -1,7 +1,7 @@
 """Parts of a table between `config.json` and settings: each reads and writes some of the keys.
 
-Reading gives settings by dotted name, writing gives keys. A part refuses what the other side cannot
-say, by name; the family adds which file it is.
+Reading gives settings by dotted name, writing gives keys. A part refuses values that the other side
+cannot express, by name; the family adds the file.
 """
 
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Always:
-    """A key with the only value that can be computed here; also what a missing key means.
+    """A key with the only value that can be computed here; a missing key means the same.
 
     Attributes:
       others: further values that mean the same.
@@ -96,7 +96,7 @@ class Always:
         return {}
 
     def refusal(self, config: Config) -> str | None:
-        """Returns why a value is refused; None for one that means what is computed."""
+        """Returns the reason to refuse a value; None for a value that is computed here."""
         value = config.get(self.key, self.value)
         if any(value == known and type(value) is type(known) for known in self._known()):
             return None
@@ -247,10 +247,10 @@ class DenseHidden:
 
 @dataclass(frozen=True)
 class Balance:
-    """The coefficient of the load-balance loss, which is another mean there.
+    """The coefficient of the load-balance loss, whose mean is defined differently there.
 
     Attributes:
-      times: what their coefficient is multiplied by: docs/architecture.md has the table.
+      times: factor on their coefficient: docs/architecture.md has the table.
       default: their coefficient where the key is missing.
     """
 
@@ -283,11 +283,11 @@ def shared_width(settings: Settings) -> int:
 
 
 def shortest_shared(width: int, expert: int) -> dict[str, Any]:
-    """Returns the settings of shared experts: as many of an expert's width, if that is the width.
+    """Returns the settings of shared experts: several of an expert's width, if it divides.
 
     Args:
-      width: hidden width of them together; 0 without them.
-      expert: of an expert.
+      width: hidden width of all shared experts together; 0 without them.
+      expert: hidden width of an expert.
     """
     if width % expert:
         return {"moe.num_shared_experts": 1, "moe.shared_hidden": width}
@@ -295,7 +295,7 @@ def shortest_shared(width: int, expert: int) -> dict[str, Any]:
 
 
 def has_dense_blocks(settings: Settings) -> bool:
-    """Whether some block has no experts."""
+    """Returns whether some block has no experts."""
     if settings.get("model.layer_mlps"):
         return "dense" in settings["model.layer_mlps"]
     return settings.get("model.first_dense_layers", 0) > 0 or settings.get("model.moe_every") != 1

@@ -30,7 +30,7 @@ SHARED_SIZE = "shared_expert_intermediate_size"
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """One shared expert of any width, behind a gate; here as several of an expert's, if it can."""
+    """One shared expert of any width, behind a gate; here several experts, if it divides."""
 
     keys: tuple[str, ...] = (SHARED_SIZE,)
 

@@ -21,7 +21,7 @@ NULLS = (
     "beta_slow",
     "mscale",
     "mscale_all_dim",
-)  # the same inside
+)  # nulls inside these objects, read as missing
 # Keys of each kind of scaling, besides those of any kind.
 ANY = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 KINDS = {
@@ -161,7 +161,7 @@ class Rope:
 
 
 def _share(rotated: int, head: int) -> float:
-    """Returns a fraction of which the head's width has exactly the rotated channels, cut down."""
+    """Returns a fraction whose product with the head's width, cut down, is `rotated`."""
     share = rotated / head
     return share if int(head * share) == rotated else (rotated + 0.5) / head
 

@@ -85,7 +85,7 @@ def router(prefix: str) -> tuple[Rule, ...]:
 
 
 def selection_bias(name: str) -> tuple[Rule, ...]:
-    """Returns the rule of the bias that only chooses; it stays in float32."""
+    """Returns the rule of the selection bias; it stays in float32."""
     return (Rule("moe.bias", name, wide=True),)
 
 

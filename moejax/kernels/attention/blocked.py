@@ -8,7 +8,7 @@ see, so that scores stay in cache and causality halves the work. The mask is als
 block: nothing grows with the square of the length. Scores are laid out keys first, so that softmax
 runs along whole vectors, and no product needs a transposed copy.
 Backward computes the probabilities again from the saved log of the softmax's denominator
-(FlashAttention: Dao et al. 2022). What it gains: `benchmarks/cpu/ops.py attention`.
+(FlashAttention: Dao et al. 2022). `benchmarks/cpu/ops.py attention` times it.
 """
 
 import math
@@ -50,10 +50,10 @@ def attention(
     Args:
       segment_BS: document of each position. A query sees the keys of its own document that are not
         later and not `window` or more back.
-      implementation: "blocked"; "splash", on TPUs, or "splash_whole", which takes all of a sequence
-        for one document; "cudnn", which does too; "cudnn_masked", for which a mask [B, 1, T, S] is
-        made; or "reference" (the whole batch at once, scores kept). `kernels.select` chooses. Those
-        of Splash, and "cudnn", take queries of all positions alone.
+      implementation: "blocked"; "splash", on TPUs; "splash_whole", which takes all of a sequence
+        for one document; "cudnn", which does so too; "cudnn_masked", for which a mask [B, 1, T, S]
+        is made; or "reference" (the whole batch at once, scores kept). `kernels.select` chooses.
+        Both forms of splash, and "cudnn", only take the queries of all positions.
       scale: factor of the scores; None for 1 / sqrt(C).
       sinks_H: logits that take part in the softmax of each of a head's queries and have no value,
         so that the weights of keys sum to less than one; None for none. cuDNN takes none.
@@ -93,7 +93,7 @@ def _require_whole(implementation: str, queries: int, length: int) -> None:
 def _library_form(
     implementation: str, segment_BS: Int[Array, "B S"], window: int | None, queries: int
 ) -> dict[str, Any]:
-    """What tells `jax.nn.dot_product_attention` which keys a query sees."""
+    """Returns the arguments of `jax.nn.dot_product_attention` for the keys a query sees."""
     whole = queries == segment_BS.shape[1]
     if implementation == "cudnn":
         _require_whole(implementation, queries, segment_BS.shape[1])
@@ -102,8 +102,8 @@ def _library_form(
     if implementation not in ("cudnn_masked", "reference"):
         raise ValueError(f"no implementation {implementation}")
     mask_BST = attention_mask(segment_BS, window, queries)
-    # Causal besides, so that the kernel leaves out what is later; it takes no window here. The
-    # library counts queries from the first key, so not for those of the last positions alone.
+    # Causal besides, so that the kernel skips later keys; it takes no window here. The library
+    # counts queries from the first key, so not if queries are only at the last positions.
     return {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": whole}
 
 
@@ -137,7 +137,7 @@ def attention_mask(
     """Returns whether query t may see key s; T x S for each sequence.
 
     Args:
-      queries: number of them, at the last positions; None: at all.
+      queries: number of queries, at the last positions; None: at all positions.
     """
     S = segment_BS.shape[1]
     first = 0 if queries is None else S - queries
@@ -146,7 +146,7 @@ def attention_mask(
 
 
 def _seen(segment_S: jax.Array, places: slice, keys: slice, window: int | None) -> jax.Array:
-    """Which keys of a block [S] each of the queries at some places [Q] may see."""
+    """Returns which keys of a block [S] the queries at some places [Q] may see."""
     back_SQ = jnp.arange(places.start, places.stop) - jnp.arange(keys.start, keys.stop)[:, None]
     near_SQ = back_SQ >= 0
     if window is not None:
@@ -179,7 +179,7 @@ def _forward(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window: int | None, sc
 
 
 def blocked(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window: int | None, scale: float):
-    """Returns what `attention` does, and the log of the softmax's denominators [B, G, R, T]."""
+    """Returns the result of `attention`, and the log of the softmax's denominators [B, G, R, T]."""
 
     def sequence(arrays):
         q_GRTC, k_GSC, v_GVS, segment_S = arrays
@@ -217,7 +217,7 @@ def blocked_gradients(window: int | None, scale: float, saved, dy_BTHV):
     """Returns the gradients of q, k, v and sinks.
 
     Args:
-      saved: the arguments of `blocked` without the last two, and what it returned.
+      saved: the arguments of `blocked` without the last two, and its results.
     """
 
     def sequence(arrays):
@@ -264,7 +264,7 @@ def _by_query(sinks_H: jax.Array, num_groups: int, queries: slice) -> jax.Array:
 
 
 def _sinks_gradient(sinks_H: jax.Array, log_BGRT: jax.Array, dot_BGRT: jax.Array) -> jax.Array:
-    """A sink has a weight as keys have, and a value of zeros."""
+    """Returns sinks' gradients: a sink has a weight like a key, and a value of zeros."""
     weight_BGRT = jnp.exp(sinks_H.reshape(1, *log_BGRT.shape[1:3], 1) - log_BGRT)
     return -jnp.sum(weight_BGRT * dot_BGRT, axis=(0, 3)).reshape(sinks_H.shape)
 

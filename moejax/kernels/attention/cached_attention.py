@@ -23,12 +23,12 @@ def cached_attention(
 ) -> Float[Array, "B H V"]:
     """Returns each query's mean of the values, weighted by the softmax of its scores.
 
-    The softmax is that of `kernels.attention.blocked`, in float32. The cache is read once for all
+    The softmax is as in `kernels.attention.blocked`, in float32. The cache is read once for all
     heads.
 
     Args:
-      position_B: of each row's query. It sees the keys that are not later and not `window` or more
-        back; what the cache has at later positions counts for nothing.
+      position_B: position of each row's query. It sees the keys that are not later and not `window`
+        or more back; the cache's entries at later positions are ignored.
     """
     B, H, C = q_BHC.shape
     S, G = k_BSGC.shape[1:3]

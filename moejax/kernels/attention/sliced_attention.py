@@ -1,11 +1,11 @@
 """Attention of a slice of a sequence to itself and to the slices before it.
 
-Per device. Legend: that of `kernels.attention.blocked`; S positions of the sequence in N slices of
+Per device. Legend as in `kernels.attention.blocked`; S positions of the sequence in N slices of
 T.
 
-Which slice it is differs from device to device, so each has a branch of its own, over the keys that
-it may see: all slices together visit about as many pairs of positions as a whole one. Backward
-computes from the keys and values of earlier slices as they went in, which nobody has to keep twice.
+Devices work on different slices at a time, so each slice has a branch of its own, over the keys
+that it may see: all slices together visit about as many pairs of positions as a whole sequence.
+Backward takes the keys and values of earlier slices from its inputs, so they are not stored twice.
 Source of the idea: TeraPipe (Li et al. 2021).
 """
 
@@ -23,7 +23,7 @@ from moejax.kernels.kept import ATTENDED
 
 
 class Form(NamedTuple):
-    """What a branch takes besides arrays, as `attention` does, and which slices have one."""
+    """The static arguments of a branch, as in `attention`, and the slices that have one."""
 
     window: int | None
     scale: float
@@ -32,11 +32,11 @@ class Form(NamedTuple):
 
     @property
     def of_attention(self) -> dict[str, Any]:
-        """What `attention` takes."""
+        """The arguments of `attention`."""
         return {"window": self.window, "scale": self.scale, "implementation": self.implementation}
 
     def ends(self, length: int) -> list[int]:
-        """Returns the number of positions that each of the slices, of so many, may see."""
+        """Returns the number of positions that each slice, of `length` positions, may see."""
         return [(number + 1) * length for number in self.numbers]
 
 
@@ -54,12 +54,12 @@ def sliced_attention(
     sinks_H: Float[Array, " H"] | None = None,
     numbers: range | None = None,
 ) -> Float[Array, "B T H V"]:
-    """Returns what `attention` does for the queries of slice `number`.
+    """Returns the result of `attention` for the queries of slice `number`.
 
     Args:
       past: keys and values of earlier slices, at their positions; all others count for nothing, and
         have gradients of zero.
-      numbers: those that `number` may be; None: all.
+      numbers: possible values of `number`; None: all.
     """
     numbers = numbers or range(segment_BS.shape[1] // q_BTHC.shape[1])
     form = Form(window, scale, implementation, numbers)
@@ -138,7 +138,7 @@ def _widened(x_BSGC: jax.Array, length: int) -> jax.Array:
 
 
 def _of_slice(number: jax.Array, branches: list[Any], *arrays: Any) -> Any:
-    """Calls the branch of a slice. The first in order is of the middle: the planner prices it."""
+    """Calls the branch of a slice. The middle slice's branch comes first: the planner prices it."""
     count = len(branches)
     order = [(n + count // 2) % count for n in range(count)]
     return lax.switch((number - count // 2) % count, [branches[n] for n in order], *arrays)

@@ -1,10 +1,10 @@
 """Attention on TPUs, by the splash kernel that JAX ships.
 
-Per device. Legend: that of `attention`. The kernel goes over blocks of queries and keys. It leaves
+Per device. Legend as in `attention`. The kernel goes over blocks of queries and keys. It leaves
 out blocks that causality or the window hide whole, and compares documents inside the others, so no
-mask is made. Backward computes scores again: once for all gradients of sequences of a few blocks,
-which keeps a part of the queries' gradient for each block of keys, and else once for the gradient
-of queries and once for those of keys and values.
+mask is made. Backward recomputes scores. For sequences of a few blocks it does so once for all
+gradients, and keeps a part of the queries' gradient for each block of keys; otherwise once for the
+gradient of queries, and once for the gradients of keys and values.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def splash_attention(
     sinks_H: Float[Array, " H"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H V"]:
-    """Returns what `attention` does.
+    """Returns the result of `attention`.
 
     Args:
       segment_BT: None where a sequence is one document.
@@ -49,7 +49,7 @@ def splash_attention(
 
 @dataclass(frozen=True)
 class _Form:
-    """What is known of a call while it is traced."""
+    """The static facts of a call."""
 
     window: int | None
     B: int
@@ -61,7 +61,7 @@ class _Form:
 
     @property
     def fused(self) -> bool:
-        """Whether one kernel computes all gradients; a window leaves it few blocks to skip."""
+        """True if one kernel computes all gradients; with a window it would skip few blocks."""
         parts = self.T // block_of(self.T, FUSED_BLOCK)
         return self.window is None and parts <= FUSED_PARTS
 

@@ -52,7 +52,7 @@ def swiglu(h: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def clamped_swiglu(limit: float, h: jax.Array) -> jax.Array:
-    """Returns gate * sigmoid(1.702 gate) * (up + 1): of a gate up to `limit`, and up of that size.
+    """Returns gate * sigmoid(1.702 gate) * (up + 1), with gate cut at `limit`, up at +-`limit`.
 
     A value at the limit passes its gradient on, as in torch: in bfloat16 many lie there. For
     backward only `h` is kept.

@@ -34,8 +34,8 @@ from moejax.kernels.kept import GATE_AND_UP
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
-# A forward pass without gradients that has at most so many rows a group goes by blocks of as many,
-# and reads weights in pieces that fit into a core's cache.
+# A forward pass without gradients that has at most this many rows a group runs in blocks of this
+# size, and reads weights in pieces that fit into a core's cache.
 FEW_ROWS = 8
 PIECE_BYTES = 2**20
 
@@ -44,7 +44,7 @@ class Form(NamedTuple):
     """The static settings of the experts.
 
     Attributes:
-      limit: of clamped SwiGLU; None for SwiGLU.
+      limit: limit of clamped SwiGLU; None for SwiGLU.
       met: groups that are likely to have rows, for the price; None for all.
     """
 
@@ -142,8 +142,8 @@ def _only_forward(x_MD, weights, sizes_G, *, limit):
 def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> jax.Array:
     """The forward pass of so few rows that reading the weights takes longer than the products.
 
-    Weights of a group without rows are not read. Those of others are read in pieces that stay in a
-    core's cache: XLA copies what a loop slices.
+    Weights of a group without rows are not read. Other weights are read in pieces that stay in
+    a core's cache: XLA copies an array that a loop slices.
     """
     M, ends_G, weights = x_MD.shape[0], jnp.cumsum(sizes_G), flat(weights)
     x_MD = jnp.pad(x_MD, ((0, FEW_ROWS), (0, 0)))
@@ -182,7 +182,7 @@ def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array
         start = jnp.minimum(number * P, X - P)
         w_PY = lax.dynamic_slice(w_GXY, (group, start, 0), (1, P, Y))[0]
         x_BP = lax.dynamic_slice(x_BX, (0, start), (B, P))
-        if X % P:  # what the piece before has summed counts once
+        if X % P:  # columns of the piece before count once
             x_BP = jnp.where(start + jnp.arange(P) >= number * P, x_BP, 0)
         return y_BY + jnp.dot(x_BP, w_PY, preferred_element_type=jnp.float32)
 
@@ -198,7 +198,7 @@ def _blocked_forward(form, x_MD, weights, sizes_G, one_M1):
 
 
 def _rows_forward(x_MD, weights, sizes_G, *, limit):
-    """As above, and keeps the input of the experts' hidden layer."""
+    """Returns the forward result, and gate and up of the hidden layer."""
 
     def compute(block: Block, carry, w: Weights):
         y_MD, h_MW = carry
@@ -230,7 +230,7 @@ def _add_gradients(form, saved, dy_MD, sums):
 
 
 def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1, *, limit):
-    """Gradients of rows and ones, and of what is trained added to `sums`, block by block."""
+    """Returns gradients of rows and ones, and `sums` plus the trained weights' gradients."""
     M = dy_MD.shape[0]
 
     def compute(block: Block, carry, w: Weights):
@@ -294,7 +294,7 @@ blocked_mlp_adding.defvjp(_adding_forward, _adding_backward)
 
 
 def _block_sizes(num_rows: int) -> tuple[int, ...]:
-    """Returns the block sizes to compile for a buffer of `M` rows; the last is at most `M`."""
+    """Returns the block sizes to compile for `num_rows` rows; the last is at most that."""
     smaller = [size for size in BLOCK_ROWS if size < num_rows]
     largest = BLOCK_ROWS[: len(smaller) + 1][-1]
     return (*(size for size in smaller if size < largest), min(largest, num_rows))

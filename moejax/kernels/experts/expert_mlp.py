@@ -50,17 +50,17 @@ def expert_mlp(
     FLOPs: 6 * rows * D * F. With F sharded over tensor the results are partial sums.
 
     Args:
-      x_MD: rows sorted by group; what lies past the last group is ignored.
+      x_MD: rows sorted by group; rows past the last group are ignored.
       sizes_G: rows of each group, summing to at most M.
       implementation: "mosaic", "blocked", one of `grouped_matmul`'s, or of `IN_E4M3`, whose forward
-        products round what they multiply; see `kernels.select`.
+        products round both operands; see `kernels.select`.
       biases: float32, added to the first product before the activation, and to the second.
-      adapters: of both weights, which are frozen then, as are biases: a [G, K, A] and b [G, A, ...]
-        with products of their own, added to the weight's.
-      limit: of clamped SwiGLU; None for SwiGLU.
+      adapters: adapters of both weights; weights and biases are then frozen. They are a [G, K, A]
+        and b [G, A, ...] with products of their own, added to the weight's.
+      limit: limit of clamped SwiGLU; None for SwiGLU.
       one_M1: ones, which are not multiplied. Their gradient is each row's result times the gradient
         of that result, float32: found from the hidden layer, without the results.
-      schedule: of all C chunks, from `schedule_experts`, and the number of this one; None for none.
+      schedule: schedules of all C chunks, from `schedule_experts`, and this chunk's number.
     """
     plain = biases is None and limit is None and adapters == (None, None)
     if implementation == "mosaic" and plain:
@@ -104,7 +104,7 @@ def _multiply(
 
 
 def _padded(adapter: Factors, multiple: int) -> Factors:
-    """Widens the rank to what a kernel takes, by zeros."""
+    """Pads the rank with zeros to a multiple that a kernel takes."""
     missing = -adapter.a.shape[2] % multiple
     if not missing:
         return adapter
@@ -132,7 +132,7 @@ def expert_mlp_adding(
 
     Args:
       weights: w_in_GDUF and w_out_GFD, biases and adapters.
-      sums: of what is trained of them (`Weights.split`), float32. Their values are never read.
+      sums: sums for the trained weights (`Weights.split`), float32. Their values are never read.
       met: groups that are likely to have rows, for the price; None for all.
       one_M1: as in `expert_mlp`.
     """

@@ -32,7 +32,7 @@ class Weights(NamedTuple):
     out_adapter: Factors | None = None
 
     def split(self) -> "tuple[Weights, Weights]":
-        """Returns those that are trained, and those that are frozen; None stands for the others."""
+        """Returns the trained weights, and the frozen ones; None stands for the others."""
         adapters = Weights(None, None, None, None, self.in_adapter, self.out_adapter)
         if self.adapters == (None, None):
             return self, adapters
@@ -40,12 +40,12 @@ class Weights(NamedTuple):
 
     @property
     def biases(self) -> tuple[jax.Array, jax.Array] | None:
-        """Those of both products."""
+        """Biases of both products."""
         return None if self.b_in is None or self.b_out is None else (self.b_in, self.b_out)
 
     @property
     def adapters(self) -> tuple[Factors | None, Factors | None]:
-        """Those of both products."""
+        """Adapters of both products."""
         return self.in_adapter, self.out_adapter
 
     def joined(self, others: "Weights") -> "Weights":
@@ -68,7 +68,7 @@ def flat(weights: Weights) -> Weights:
 
 
 def times(x_BX: jax.Array, w_XY: jax.Array, adapter: Factors | None) -> jax.Array:
-    """Returns x @ w, and of an adapter x @ a @ b added."""
+    """Returns x @ w, plus x @ a @ b if there is an adapter."""
     y_BY = x_BX @ w_XY
     return y_BY if adapter is None else y_BY + (x_BX @ adapter.a) @ adapter.b
 
@@ -80,10 +80,10 @@ def times_transposed(dy_BY: jax.Array, w_XY: jax.Array, adapter: Factors | None)
 
 
 def weight_gradients(w: Weights, x_BD, dh_BW, a_BF, dy_BD) -> Weights:
-    """Returns the gradients that rows give to what is trained, float32.
+    """Returns the trained weights' gradients from these rows, float32.
 
     Args:
-      x_BD, a_BF: what the two products multiply.
+      x_BD, a_BF: operands of the two products.
       dh_BW, dy_BD: gradients of their results.
     """
     if w.adapters != (None, None):

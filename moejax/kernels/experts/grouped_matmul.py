@@ -2,7 +2,7 @@
 
 Per device. Legend: M rows, G groups, K summed over, N columns; of experts D width, F hidden, U gate
 and up, W = 2 F. FLOPs: 2 * rows * K * N, and as many for each gradient.
-`reference.grouped_matmul` says what all of these compute.
+All of these compute `reference.grouped_matmul`.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from moejax.kernels.experts import megablox, reference
 from moejax.kernels.experts.activation import row_dots, swiglu
 from moejax.kernels.kept import GATE_AND_UP
 
-# Each by the name that `select` knows it by.
+# Names as in `kernels.select`.
 IMPLEMENTATIONS = ("mosaic", "tokamax", "megablox", "ragged_dot", "reference")
 
 # XLA's tiles for TPUs have as many rows as divide them, up to 256.
@@ -92,9 +92,9 @@ def product_gradients(
 
 
 def schedule_experts(sizes_G: Int[Array, " G"], num_rows: int) -> Int[Array, "..."]:
-    """Returns what Mosaic kernels must know of rows before they multiply them.
+    """Returns the schedule that Mosaic kernels need to multiply rows.
 
-    Products of the same rows share it, and found for all chunks at once it takes fewer kernels.
+    Products of the same rows share it. Computed for all chunks at once it takes fewer kernels.
 
     Args:
       sizes_G: rows of each group, summing to at most `num_rows`.
@@ -136,9 +136,9 @@ def _outer(x_MK, y_MN, schedule, *, groups, dtype):
 
 
 def _ragged_dot(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """By XLA, whose kernel for TPUs does not write rows past the last group.
+    """Multiplies by XLA, whose kernel for TPUs does not write rows past the last group.
 
-    It takes multiples of 8 rows; others XLA multiplies by every matrix.
+    The kernel takes multiples of 8 rows; other numbers of rows XLA multiplies by every matrix.
     """
     M = x_MK.shape[0]
     if missing := -M % ROWS_OF_XLA:
@@ -148,7 +148,7 @@ def _ragged_dot(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Ar
 
 
 def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """By tokamax's kernel of that name: left to choose, it may take XLA's dense product."""
+    """Multiplies by tokamax's own kernel: left to choose, it may take XLA's dense product."""
     import tokamax  # type: ignore[import-not-found]
 
     y_MN = tokamax.ragged_dot(x_MK, w_GKN, sizes_G, implementation="mosaic_gpu")
@@ -171,7 +171,7 @@ def add_bias(
     Args:
       bias_GN: float32.
       sizes_G: rows of each group, summing to at most M.
-      one_M1: as in `activation.with_dots`, of the bias of each row.
+      one_M1: as in `activation.with_dots`, for the bias of each row.
     """
     return (x_MN.astype(jnp.float32) + _bias_of_rows(x_MN, bias_GN, sizes_G)).astype(x_MN.dtype)
 
@@ -218,7 +218,7 @@ def swiglu_mlp(
 ) -> jax.Array:
     """Each row through the SwiGLU of its group, by Mosaic kernels: `expert_mlp` of bfloat16.
 
-    The first product and the activation are one kernel, which also keeps what backward needs.
+    The first product and the activation are one kernel, which also stores gate and up for backward.
 
     Args:
       one_M1: as in `expert_mlp`.

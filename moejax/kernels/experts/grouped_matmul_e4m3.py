@@ -4,9 +4,9 @@ Per device. Legend: M rows, G groups, K summed over, N columns, B blocks of K, J
 have a float32 scale for each 128 of K, weights one for each 128 x 128, so that an outlier costs its
 own block alone. Source: DeepSeek-V3 (2024), section 3.3.
 
-The error, beside the product of what was not rounded, is that of e4m3: for each term at most 2^-3
-of it where scales' smallest numbers do not count (`kernels.formats.Format` has both parts). Sums
-are float32 from block to block; inside one of 128, Hopper's matrix units keep about 14 bits.
+The error against the product of unrounded numbers is e4m3's: at most 2^-3 of each term, apart from
+numbers that are tiny in their block (`kernels.formats.Format` has both parts). Sums are float32
+from block to block; inside one of 128, Hopper's matrix units keep about 14 bits.
 """
 
 from functools import partial
@@ -40,17 +40,17 @@ def grouped_matmul_e4m3(
 ) -> Float[Array, "M N"]:
     """Multiplies each row by the matrix of its group, both rounded to e4m3; spare rows are zero.
 
-    Rows that e4m3 in blocks of 128 brought here are the same numbers again, at scales that what
-    they were decoded to in between has rounded. Gradients go straight through: they are those of
-    the product of the rounded rows and weights, by `kernels.experts.grouped_matmul`, so backward
-    has the precision of bfloat16. For backward rows are kept as e4m3, and weights are rounded
-    again.
+    Rows that a codec of e4m3 in blocks of 128 sent here round to the same numbers again; only their
+    scales are rounded, by the dtype in between. Gradients go straight through: they are the
+    gradients of the product of the rounded rows and weights, by `kernels.experts.grouped_matmul`,
+    so backward has the precision of bfloat16. For backward rows are kept as e4m3, and weights are
+    rounded again.
 
     Args:
       x_MK: rows sorted by group.
       sizes_G: rows of each group, summing to at most M.
       implementation: "reference", or "mosaic" of bfloat16 on Hopper, N a multiple of 64 and for
-        gradients K too; as of `grouped_matmul`, it wants rows past the last group to be finite.
+        gradients K too; as in `grouped_matmul`, rows past the last group must be finite.
     """
     return _straight_through(implementation, x_MK, w_GKN, sizes_G)
 
@@ -103,7 +103,7 @@ def multiply_quantized(
 
 
 def quantize_weights(w_GKN: jax.Array) -> QuantizedWeights:
-    """Rounds matrices in blocks of 128 x 128; what a block lacks counts as zero."""
+    """Rounds matrices in blocks of 128 x 128; partial blocks are filled with zeros."""
     G, K, N = w_GKN.shape
     J, B = -(-N // BLOCK), -(-K // BLOCK)
     w_GKN = jnp.pad(w_GKN, ((0, 0), (0, B * BLOCK - K), (0, J * BLOCK - N)))
@@ -114,7 +114,7 @@ def quantize_weights(w_GKN: jax.Array) -> QuantizedWeights:
 
 
 def dequantize_weights(w: QuantizedWeights, shape: tuple[int, int]) -> jax.Array:
-    """Returns the matrices [G, K, N] in float32, of that (K, N)."""
+    """Returns the matrices [G, K, N] in float32, with (K, N) = shape."""
     K, N = shape
     scale_GNK = jnp.repeat(jnp.repeat(w.scale_GJB, BLOCK, axis=1)[:, :N], BLOCK, axis=2)
     w_GNK = _numbers(w.values_GNK).astype(jnp.float32) * scale_GNK

@@ -1,8 +1,8 @@
 """Products of groups on TPUs, by megablox, which JAX ships, with tiles that fit the shapes.
 
-Per device. Legend: that of `grouped_matmul`. A tile of rows is multiplied once for each group that
-it has rows of, so that few rows a tile waste least where groups end. What follows the last group is
-neither multiplied nor written, so it is set to zero here.
+Per device. Legend as in `grouped_matmul`. A tile of rows is multiplied once for each group that
+it has rows of, so small tiles waste least where groups end. Rows past the last group are neither
+multiplied nor written, so they are set to zero here.
 
 XLA's own kernel for `lax.ragged_dot` chooses tiles that do not divide N, and multiplies whole ones:
 640 columns for 1024 on v5p, 1792 for 2048 on v6e (libtpu 0.0.50.1). It can be told others, but
@@ -23,7 +23,7 @@ from moejax.kernels.costs import jitted
 LANES = 128  # widths, and tiles, are multiples of this
 TILE_ROWS = (128, 256, 512)
 TILE_BYTES = 12 * 2**20  # of the 16 MiB that a kernel may take on v5p; 32 on v6e
-# FLOPs in the time that takes one byte: near the ratio of v6e, the larger of both.
+# FLOPs in the time of one byte: near the ratio of v6e, the larger of both.
 INTENSITY = 560
 
 Tiles = tuple[int, int, int]  # of M, K and N
@@ -36,7 +36,7 @@ def grouped_matmul(
     *,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
-    """Returns what `grouped_matmul.grouped_matmul` does, for bfloat16 and widths of whole lanes.
+    """Computes `grouped_matmul.grouped_matmul`, for bfloat16 and widths of whole lanes.
 
     Args:
       interpret: run the kernel in JAX's interpreter, as tests on a CPU do.
@@ -70,7 +70,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _inside(y_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Sets what follows the last group to zero."""
+    """Sets rows past the last group to zero."""
     inside_M = jnp.arange(y_MN.shape[0]) < jnp.sum(sizes_G)
     return jnp.where(inside_M[:, None], y_MN, 0)
 
@@ -105,7 +105,7 @@ def product_tiles(M: int, G: int, K: int, N: int) -> Tiles:
     """
 
     def fits(m: int, k: int, n: int) -> bool:
-        # Operands and results in two buffers each, sums in float32, and what is stored.
+        # Operands and results in two buffers each, sums in float32, and the stored tile.
         return 4 * (m * k + k * n + m * n) + 12 * m * n <= TILE_BYTES
 
     def read(m: int, k: int, n: int) -> int:
@@ -118,7 +118,7 @@ def outer_tiles(M: int, K: int, N: int, G: int) -> Tiles:
     """Returns the tiles of a sum of outer products."""
 
     def fits(m: int, k: int, n: int) -> bool:
-        # Besides, rows are kept in float32 while those of other groups are set to zero.
+        # Besides, rows are kept in float32 while rows of other groups are set to zero.
         return 4 * (m * k + m * n + k * n) + 8 * m * (k + n) + 4 * k * n <= TILE_BYTES
 
     def read(m: int, k: int, n: int) -> int:

@@ -15,7 +15,7 @@ from moejax.kernels.formats import FORMATS, TINY, Format
 
 
 class Quantized(NamedTuple):
-    """A quantised array; leading dimensions are those of the array.
+    """A quantised array, with the leading dimensions of the array.
 
     Attributes:
       values: [..., blocks, block] uint8; of four bits [..., blocks, block / 2], low half first.
@@ -48,7 +48,7 @@ def quantize(
     x = x.reshape(*x.shape[:-1], -1, block)
     if implementation == "reference":
         return _quantize(x, FORMATS[name], key)
-    from moejax.kernels.mosaic import quantize as mosaic  # JAX before 0.11 lacks what it is made of
+    from moejax.kernels.mosaic import quantize as mosaic  # needs JAX 0.11
 
     if implementation != "mosaic":
         raise ValueError(f"no implementation {implementation}")
@@ -105,9 +105,9 @@ def dequantize_sum(
     dtype: DTypeLike = jnp.float32,
     implementation: str = "reference",
 ) -> jax.Array:
-    """Returns the sum [..., size] over the first dimension, of peers, of what was quantised.
+    """Returns the sum [..., size] of quantised arrays over the first dimension, the peers.
 
-    Added up in float32.
+    The sum is in float32.
     """
     if implementation == "reference":
         return jnp.sum(_dequantize(q, FORMATS[name], size), axis=0).astype(dtype)

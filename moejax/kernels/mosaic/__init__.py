@@ -1,4 +1,4 @@
 """Kernels for NVIDIA Hopper, in Pallas' Mosaic GPU dialect; each has its reference one level up.
 
-Imported where a kernel is taken and nowhere else: JAX before 0.11 has no such dialect to speak of.
+Imported only where a kernel is used: JAX before 0.11 lacks parts of the dialect.
 """

@@ -41,12 +41,12 @@ from moejax.kernels.mosaic.tiles import (
     unpacked,
 )
 
-DEPTH = 64  # what one step sums over: 128 bytes of bfloat16
+DEPTH = 64  # elements of K in one step: 128 bytes of bfloat16
 
 
 @partial(jax.jit, static_argnames="num_rows", inline=True)
 def schedule_products(sizes_G: jax.Array, num_rows: int) -> jax.Array:
-    """The packed schedule of products of so many rows, which those of the same sizes can share.
+    """Returns the packed schedule of products of `num_rows` rows; equal sizes share it.
 
     Jitted to be traced once; `inline` leaves no call in the program.
     """
@@ -99,14 +99,14 @@ def grouped_swiglu(
 
 
 class Form(NamedTuple):
-    """What products differ in.
+    """The parts in which products differ.
 
     Attributes:
       window: (w, group, column of tiles, half, k) -> the part of w for a half of a tile's columns.
-      finish: (both halves' sums, column of tiles, store) -> stores what becomes of them.
-      widths: of a row of each result.
-      columns: of the product.
-      transposed: whether w has what is summed over last.
+      finish: (both halves' sums, column of tiles, store) -> stores their results.
+      widths: width of a row of each result.
+      columns: columns of the product.
+      transposed: whether the last dimension of w is summed over.
     """
 
     window: Callable

@@ -43,7 +43,7 @@ from moejax.kernels.mosaic.tiles import (
     turns_of,
 )
 
-DEPTH = 128  # what one step sums over: bytes of a swizzled tile's row, and a block
+DEPTH = 128  # elements of K in one step: bytes of a swizzled tile's row, and a block
 E4M3 = jnp.float8_e4m3fn
 LAYOUT = plgpu.Layout.WGMMA
 REGISTERS = 208  # of more or fewer, ptxas of CUDA 13.0 spills (docs/log.md)
@@ -68,8 +68,8 @@ def grouped_matmul(
     """Returns `y_MN` in bfloat16, each row times the matrix of its group.
 
     Args:
-      values_MK, values_GNK: of e4m3; K a multiple of 128, N of 64.
-      scale_MB, scale_GJB: of each row's blocks, and of blocks of 128 x 128 weights.
+      values_MK, values_GNK: numbers in e4m3; K a multiple of 128, N of 64.
+      scale_MB, scale_GJB: scales of each row's blocks, and of blocks of 128 x 128 weights.
     """
     whole, (G, N, K) = values_MK.shape[0], values_GNK.shape
     values_MK = pad_rows(values_MK, ALIGNED)
@@ -171,7 +171,7 @@ def _sum_scaled(
     """The sums [OWN, HALF] of both halves over a tile's steps, each scaled before it is added.
 
     Args:
-      scale_of: (i, half) -> [OWN], of the rows in that step and half.
+      scale_of: (i, half) -> scales [OWN] of the rows in that step and half.
     """
     arrived, free = buffers.ring
     own = pl.ds(pl.multiple_of(wg * OWN, OWN), OWN)

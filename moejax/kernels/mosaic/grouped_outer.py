@@ -2,7 +2,7 @@
 
 Per device. Legend: M rows sorted by group, G groups, K and N the widths of both sides. A tile is
 ROWS x COLUMNS of one group's result, a step DEPTH of its rows; `mosaic.tiles` says the rest. Bound
-by compute where groups are large, by what is written where they are small.
+by compute where groups are large, by writes where they are small.
 """
 
 from functools import partial
@@ -46,7 +46,7 @@ class Buffers(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Tiles of one group's result, and thread blocks that take turns at those of all."""
+    """Tiles of one group's result, and thread blocks that take turns at all tiles."""
 
     tall: int
     wide: int
@@ -54,7 +54,7 @@ class Extent(NamedTuple):
 
 
 class GroupPosition(NamedTuple):
-    """What a thread block works on in one turn."""
+    """The work of a thread block in one turn."""
 
     group: Any
     row: Any  # the first of the result's
@@ -68,7 +68,7 @@ class GroupPosition(NamedTuple):
 def grouped_outer(
     x_MK: jax.Array, y_MN: jax.Array, schedule: jax.Array, groups: int, dtype: jnp.dtype
 ) -> jax.Array:
-    """Returns `w_GKN`, the sum over each group's rows of their outer products; zeros of no rows.
+    """Returns `w_GKN`, the sum over each group's rows of their outer products; zero without rows.
 
     Rows of another group may be multiplied by zero: all rows must be finite.
 

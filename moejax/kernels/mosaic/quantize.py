@@ -2,8 +2,8 @@
 
 Per device. Legend: R blocks of B values each, P peers. A thread block takes a tile of blocks: one
 bulk copy in, arithmetic in registers, one bulk copy out. Tiles are small, so that several of them
-share a multiprocessor and one's copies hide behind another's arithmetic. Bound by memory: bytes in
-and out are those of the arrays.
+share a multiprocessor and one's copies hide behind another's arithmetic. Bound by memory: each
+array is moved once.
 
 The layout gives a thread four neighbours, so that bytes move in words, and a block four threads,
 so that its maximum needs two shuffles. Four-bit values are stored as JAX's int4, which XLA packs
@@ -131,13 +131,13 @@ def pad_rows(x: jax.Array, multiple: int, *, dim: int = 0) -> jax.Array:
 
 
 def quantize_rows(x: jax.Array, kind: Format) -> tuple[jax.Array, jax.Array]:
-    """In a kernel: numbers of the format, or what is rounded to them, and the scale of each row."""
+    """In a kernel: numbers of the format, exact or still to be rounded, and each row's scale."""
     # Magnitudes are ordered as their bits are, and NaN stands above infinity: no NaN is lost.
     bits = jnp.max(jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF, axis=1)
     top = jax.lax.bitcast_convert_type(bits, jnp.float32)
     scale = jnp.where(top < jnp.inf, top * (1 / kind.largest), jnp.nan)
     inverse = jnp.where(scale >= TINY, 1 / scale, 0)
-    # A block that is not finite: its scale says so, and what its numbers are does not matter.
+    # A block that is not finite has such a scale, so its numbers do not matter.
     y = x * jax.lax.broadcast_in_dim(inverse, x.shape, (0,))
     y = jnp.clip(y if kind.relative else jnp.round(y), -kind.largest, kind.largest)
     return (y.astype(jnp.int8) if kind.bits == 4 else y), scale
@@ -149,7 +149,7 @@ def widen(y: jax.Array) -> jax.Array:
 
 
 def stored_dtype(kind: Format) -> jnp.dtype:
-    """What the kernels keep the format's numbers in."""
+    """The dtype in which kernels store the format's numbers."""
     return jnp.dtype(jnp.int4 if kind.bits == 4 else kind.dtype)
 
 

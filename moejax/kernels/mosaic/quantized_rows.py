@@ -34,7 +34,7 @@ def permute_quantize(
     """Returns uint8 [M, B, C * bits / 8] and scales [M, B] of the rows `x[source]`; N: of zeros.
 
     Args:
-      weight_M: float32, by which rows are multiplied first; None: by nothing.
+      weight_M: float32, factors of the rows; None: rows stay as they are.
     """
     (N, B, C), M, kind = x_NBC.shape, source_M.shape[0], FORMATS[name]
     width, rows = min(B, TILE), TILE // min(B, TILE)
@@ -150,7 +150,7 @@ def _tile_origin(rows: int, width: int) -> tuple[jax.Array, pl.Slice]:
 def _store_rows(
     results: list[tuple[Any, Any]], first: jax.Array, piece: pl.Slice, rows: int, count: int
 ) -> None:
-    """Writes the tile's rows, of memory on the chip to that of the device; none past the end."""
+    """Writes the tile's rows from on-chip memory to the device's; none past the end."""
     plgpu.commit_smem()
     width = piece.size
 
@@ -168,7 +168,7 @@ def _store_rows(
 
 
 def _of_rows(numbers: list[Any], width: int) -> Any:
-    """A number for each block of the tile, that of the block's row; or one for all."""
+    """Returns for each block of the tile the number of its row; or one number for all."""
     total = numbers[0]
     if len(numbers) == 1:
         return total

@@ -1,4 +1,4 @@
-"""What products of groups share on Hopper: tiles, a ring of buffers, two kinds of warpgroups.
+"""Shared parts of grouped products on Hopper: tiles, ring of buffers, kinds of warpgroups.
 
 Per device. A thread block works on tile after tile of ROWS x COLUMNS results. One of its three
 warpgroups only copies, by TMA, as far ahead as the ring of buffers allows, also into the next tile
@@ -6,9 +6,9 @@ while this one is written; the other two multiply, 64 rows each, in two halves o
 
 Legend: G groups, T tiles of rows, over all groups.
 
-A group's tiles start at its own first row, or up to seven before it, because copies into what the
-matrix units read start at a multiple of eight. A tile's rows of other groups are multiplied and not
-stored. Rows past the last group are a group of their own, which is zero.
+A group's tiles start at its own first row, or up to seven before it, because copies into the
+matrix units' operands start at a multiple of eight. A tile's rows of other groups are multiplied
+and not stored. Rows past the last group are a group of their own, which is zero.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ MULTIPROCESSORS = 132  # of H100 SXM and H200
 class TileSchedule(NamedTuple):
     """Tiles of rows, group after group; G stands for the rows past the last group.
 
-    Kernels get it as one array, `packed`, of which each field is a row.
+    Kernels get it as one array, `packed`, with a row for each field.
     """
 
     group_T: Any
@@ -104,7 +104,7 @@ class Grid(NamedTuple):
 
 
 class TilePosition(NamedTuple):
-    """What a thread block works on in one turn."""
+    """The work of a thread block in one turn."""
 
     tile: Any  # of rows, its number in the schedule
     column: Any  # of tiles
@@ -113,7 +113,7 @@ class TilePosition(NamedTuple):
 
 
 def grid_of(schedule: jax.Array, groups: int, columns: int, steps: int) -> Grid:
-    """The grid of a product that has so many columns of tiles, on a packed schedule."""
+    """The grid of a product with this many columns of tiles, on a packed schedule."""
     blocks = min(MULTIPROCESSORS, columns * schedule.shape[1])
     return Grid(groups, columns, steps, blocks)
 
@@ -150,7 +150,7 @@ def specialize(
     """Runs each warpgroup's function (turn, step) -> step over all tiles; steps are the ring's.
 
     Args:
-      registers: of a thread that multiplies.
+      registers: registers of a thread that multiplies.
     """
 
     @pl.when(wg == COPIES)
@@ -169,7 +169,7 @@ def load_steps(copies: Callable, steps: Any, step: jax.Array, ring: Any) -> jax.
     """Fills the buffers of a tile's steps, each when it is free. Returns the ring's next step.
 
     Args:
-      copies: (i, slot, copy) -> copies what step i needs into the buffers of that number.
+      copies: (i, slot, copy) -> copies the operands of step i into the buffers of slot.
       step: of the ring, at which the tile begins.
     """
     arrived, free = ring
@@ -228,14 +228,14 @@ class Stores(NamedTuple):
 
 
 def stores_of(dtype: Any) -> Stores:
-    """The scratch of `store_rows`; what is stored row by row must not be tiled."""
+    """The scratch of `store_rows`; rows that are stored one by one must not be tiled."""
     shape = (2, OWN, PIECE)
     tail = plgpu.SMEM(shape, dtype)
     return Stores(plgpu.SMEM(shape, dtype, transforms=tiled(PIECE)), tail)
 
 
 class StoredRows(NamedTuple):
-    """In a kernel: a warpgroup's rows of a tile, of which some belong to the tile's group."""
+    """In a kernel: a warpgroup's rows of a tile; some of them belong to the tile's group."""
 
     wg: jax.Array
     first: Any
@@ -259,7 +259,7 @@ def store_rows(
 
     Args:
       between: index of the result's dimensions between rows and columns.
-      column: the first.
+      column: the first column.
     """
     for start in range(0, HALF, PIECE):
         piece = part[:, start : start + PIECE].astype(stores.whole.dtype)

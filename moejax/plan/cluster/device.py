@@ -32,7 +32,7 @@ class Device:
       startup_s: time of one small operation.
       copies: (bytes read and written, bytes a second) of smaller operations, smallest first.
       exponentials_per_s: values of exponentials a second; infinite if memory alone counts.
-      reductions_per_s: values that a sum over rows goes over a second; the same.
+      reductions_per_s: values a second in sums over rows; infinite if memory alone counts.
       codecs: rates of each codec, by name.
       program_overhead: compute time of a whole program over the sum of its operations' times.
       oversubscription: devices of a node that share the same cores; 1: no sharing.
@@ -83,7 +83,7 @@ class Device:
 
 
 def _rate(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """Returns the rate at a size: between points linear in logarithms, else that of the nearest."""
+    """Returns the rate at a size: between points linear in logarithms, else the nearest point's."""
     index = bisect.bisect_right([point for point, _ in curve], size)
     if index in (0, len(curve)):
         return curve[min(index, len(curve) - 1)][1]

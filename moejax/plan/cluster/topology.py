@@ -47,7 +47,7 @@ class Link:
     bends: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, wire_bytes: float, starts: float = 1.0) -> float:
-        """Returns the time of a call with so many start-ups; each device sends `wire_bytes`."""
+        """Returns the time of a call with `starts` start-ups; each device sends `wire_bytes`."""
         return (starts * self.startup_s + wire_bytes / self.bytes_per_s) * self._bend(wire_bytes)
 
     def _bend(self, wire_bytes: float) -> float:
@@ -185,7 +185,8 @@ class Topology:
         Start-up is charged once for each message step: an all-to-all needs one step per peer, a
         ring one per device. A link's start-up was measured with `size - 1` steps.
 
-        Args: as of `shares`. `seconds("all_to_all", n, 4, 2)`: four devices of each of two nodes.
+        Arguments as in `shares`. `seconds("all_to_all", n, 4, 2)`: four devices of each of two
+        nodes.
         """
         result, peers = [], self._peers(group)
         shares = self.shares(kind, operand_bytes, *group)
@@ -198,7 +199,7 @@ class Topology:
         return tuple(result)
 
     def crossover(self) -> tuple[Crossover, ...]:
-        """Returns at which sizes one flat collective, or one collective per tier, is faster.
+        """Returns by size whether one flat collective, or one collective per tier, is faster.
 
         flat: each device sends to every other. ring: one step per device, with as many rings as a
         node has devices. two_level: one collective per tier, so that fewer and larger messages

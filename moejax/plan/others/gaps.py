@@ -8,11 +8,11 @@ from moejax.plan.others.translation import Gap, has_chunks
 
 # Classes of traffic in words.
 CLASSES = {
-    "dense_gradient": "gradients of weights that are not experts'",
+    "dense_gradient": "gradients of weights outside the experts",
     "expert_gradient": "gradients of experts' weights",
     "dispatch": "tokens on their way to experts",
     "combine": "experts' results",
-    "dispatch_backward": "gradients of what was dispatched",
+    "dispatch_backward": "gradients of dispatched tokens",
     "combine_backward": "gradients of results",
     "weights": "gathered weights",
     "stage": "hidden states between pipeline stages",
@@ -40,7 +40,7 @@ def codec_gaps(cfg: Config) -> list[Gap]:
 
 
 def stage_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gaps of slices, and of what is no stage's: it is spread over them as data."""
+    """Returns the gaps of slices, and of embedding and loss, which are spread over stages."""
     if cfg.mesh.stage == 1:
         return []
     what = "embedding and loss are spread over the stages"
@@ -66,7 +66,7 @@ def reduction_gaps(cfg: Config, instead: str) -> list[Gap]:
     """Returns the gap of gradients that are reduced in pieces.
 
     Args:
-      instead: what the trainer does.
+      instead: text about the trainer's own way.
     """
     if cfg.train.reduction_bytes is None:
         return []
@@ -78,7 +78,7 @@ def chunk_gaps(cfg: Config, instead: str) -> list[Gap]:
     """Returns the gap of an exchange in chunks that overlap with the experts' products.
 
     Args:
-      instead: what the trainer does.
+      instead: text about the trainer's own way.
     """
     if not has_chunks(cfg):
         return []
@@ -88,17 +88,17 @@ def chunk_gaps(cfg: Config, instead: str) -> list[Gap]:
 
 
 def trim_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gap of buckets of which only filled rows travel."""
+    """Returns the gap of buckets that send only filled rows."""
     if not cfg.route_trim:
         return []
     return [Gap("only filled rows of buckets travel", "has sizes of messages of its own")]
 
 
 def whole_experts_gaps(cfg: Config, instead: str) -> list[Gap]:
-    """Returns the gap of experts of which every tensor rank holds a copy.
+    """Returns the gap of experts that are copied to every tensor rank.
 
     Args:
-      instead: what the trainer does.
+      instead: text about the trainer's own way.
     """
     if cfg.mesh.tensor == 1 or cfg.mesh.expert_weights != "whole" or not cfg.model.has_experts:
         return []

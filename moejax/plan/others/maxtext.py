@@ -1,6 +1,6 @@
 """A plan in settings of MaxText: `key=value` words of its command line, or lines of its YAML.
 
-Meanings are those of MaxText 0.2.5: maxtext/configs/base.yml (comments at each key) and types.py.
+Meanings follow MaxText 0.2.5: maxtext/configs/base.yml (comments at each key) and types.py.
 Its mesh axes data, fsdp, expert and tensor_sequence shard weights and tokens as replica, fsdp,
 expert and tensor do here: dense weights over fsdp and expert, experts' hidden width over tensor.
 """
@@ -41,7 +41,7 @@ ATTENTION = {
     "gpu": "its fused attention for GPUs (TransformerEngine, cuDNN)",
     "cpu": "no fused attention on CPUs",
 }
-# model.remat -> (remat_policy, tensors that a custom policy keeps, what follows).
+# model.remat -> (remat_policy, tensors that a custom policy keeps, the consequence).
 REMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "none": ("minimal_with_context", (), "nothing is recomputed; this is the least it documents"),
     "dots": ("minimal", (), "results of matrix products are kept"),
@@ -83,7 +83,7 @@ def to_maxtext(cfg: Config, platform: str) -> Translation:
 
     Args:
       cfg: a plan's resolved config.
-      platform: of the cluster: cpu, gpu or tpu.
+      platform: platform of the cluster: cpu, gpu or tpu.
     """
     sizes = sizes_of(cfg)
     options = [
@@ -223,7 +223,7 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
-    """Returns what the settings above leave out."""
+    """Returns the parts of the plan that the settings above leave out."""
     gaps = [*_model_gaps(cfg), *_mesh_gaps(cfg, sizes, platform)]
     gaps += chunk_gaps(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)")
     gaps += _route_gaps(cfg)

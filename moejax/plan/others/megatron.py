@@ -1,6 +1,6 @@
 """A plan in arguments of Megatron-LM's `pretrain_gpt.py`, whose parser megatron-core carries.
 
-Meanings are those of megatron-core 0.19.2: megatron/training/arguments.py and the docstrings of
+Meanings follow megatron-core 0.19.2: megatron/training/arguments.py and the docstrings of
 TransformerConfig, from which its parser makes most arguments. Its ranks have the order of the mesh
 here: tensor next to each other, then expert, then the rest of data parallelism.
 """
@@ -36,7 +36,7 @@ YOURS = (
     "parallelism without Megatron-FSDP needs CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell"
 )
 DEEPEP_NODE = 8  # devices of a node up to which DeepEP is taken; HybridEP is for larger ones
-# model.remat -> (granularity, modules that are recomputed, what follows).
+# model.remat -> (granularity, modules that are recomputed, the consequence).
 REMATS: dict[str, tuple[str | None, tuple[str, ...], str]] = {
     "none": (None, (), "nothing is recomputed"),
     "dots": (
@@ -123,14 +123,14 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
 
 
 def _sharded_once(cfg: Config, sizes: Sizes) -> bool:
-    """Whether all weights are gathered, and gradients reduced, once a step."""
+    """Returns whether all weights are gathered, and gradients reduced, once a step."""
     if sizes.stage > 1:
         return True
     return sizes.fsdp == 1 and (sizes.expert == 1 or cfg.mesh.gather_dense == "step")
 
 
 def _sharding(cfg: Config, sizes: Sizes) -> list[Option]:
-    """Returns how weights and optimizer state are sharded over data parallel ranks."""
+    """Returns the sharding of weights and optimizer state over data parallel ranks."""
     over = sizes.fsdp * sizes.expert
     text = "gradients are reduced beside the backward pass"
     overlap = [Option("overlap-grad-reduce", None, text)]
@@ -167,7 +167,7 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
 
 
 def _experts(cfg: Config, node_devices: int) -> list[Option]:
-    """Returns the dispatcher of tokens, and what overlaps with it."""
+    """Returns the dispatcher of tokens, and its overlap with other work."""
     if not cfg.model.has_experts:
         return []
     options = [Option("moe-grouped-gemm", None, "experts of a device are one grouped product")]
@@ -198,7 +198,7 @@ def _dispatcher(cfg: Config, node_devices: int) -> list[Option]:
 
 
 def _overlaps(cfg: Config) -> bool:
-    """Whether exchanges may overlap with other micro-batches; full recomputation forbids it."""
+    """Returns whether exchanges may overlap with other micro-batches: not if all is recomputed."""
     return (
         has_chunks(cfg)
         and cfg.train.micro_batches > 1
@@ -223,7 +223,7 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    """Returns what the arguments above leave out."""
+    """Returns the parts of the plan that the arguments above leave out."""
     gaps = [*model_gaps(cfg), *_sharding_gaps(cfg, sizes)]
     gaps += whole_experts_gaps(cfg, "has copies too, but on groups of neighbouring devices")
     if sizes.tensor > 1 and cfg.mesh.activations != "sequence" and cfg.model.has_experts:
@@ -275,4 +275,4 @@ def _remat_gaps(cfg: Config) -> list[Gap]:
         "attention": "keeps gate and up, so needs more memory: to compute them again it would "
         "send tokens again (recompute-modules moe)",
     }.get(cfg.model.remat)
-    return [Gap(f"what remat {cfg.model.remat} keeps", instead)] if instead else []
+    return [Gap(f"the values that remat {cfg.model.remat} keeps", instead)] if instead else []

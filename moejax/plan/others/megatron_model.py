@@ -1,4 +1,4 @@
-"""Shapes of a model as arguments of Megatron-LM, and which parts of it need a look by hand."""
+"""Shapes of a model as arguments of Megatron-LM, and the parts of it to set by hand."""
 
 import itertools
 
@@ -116,7 +116,7 @@ def layer_pattern(model: ModelConfig) -> str | None:
 
 
 def model_gaps(cfg: Config) -> list[Gap]:
-    """Returns parts of the model that the arguments above do not say."""
+    """Returns parts of the model that the arguments above do not express."""
     model, router = cfg.model, cfg.moe.router
     parts = {
         f"rotary scaling {model.rope.scaling}": model.rope.scaling != "none",

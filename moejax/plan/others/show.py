@@ -1,4 +1,4 @@
-"""Prints a translation: a command line, what it stands for, what is lost, what is assumed."""
+"""Prints a translation: a command line, its reasons, its gaps, its assumptions."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def check_trainer(name: str, cfg: Config, topology: Topology) -> None:
     Args:
       name: one of `TRAINERS`.
     Raises:
-      InputError: for a cluster without GPUs, or a config that it has no counterpart of.
+      InputError: for a cluster without GPUs, or a config without counterpart there.
     """
     if name in NVIDIA_ONLY and topology.device.platform != "gpu":
         raise InputError(
@@ -63,7 +63,7 @@ def print_translation(
     load: ExpertLoad,
     console: Console,
 ) -> None:
-    """Shows the command, what each setting stands for, what is lost, and what is assumed."""
+    """Shows the command, the reason for each setting, the gaps, and the assumptions."""
 
     def say(text: str = "") -> None:
         console.print(text, highlight=False, soft_wrap=True)
@@ -100,7 +100,7 @@ def _shortened(text: str) -> str:
 def assumptions(
     translation: Translation, result: SearchResult, topology: Topology, load: ExpertLoad
 ) -> list[str]:
-    """Returns what the predicted time and memory hold for, one sentence each."""
+    """Returns the assumptions behind predicted time and memory, one sentence each."""
     best, name = result.ranked[0], translation.trainer
     cfg = best.cfg
     factor = cfg.moe.capacity_factor

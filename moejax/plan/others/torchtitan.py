@@ -1,8 +1,8 @@
 """A plan in options of torchtitan's trainer: `--section.name value`.
 
-Meanings are those of torchtitan 0.3.0: torchtitan/config/configs.py, distributed/parallel_dims.py
-and distributed/activation_checkpoint.py. Its dense mesh is (dp_replicate, dp_shard, tp), that of
-experts (dp_replicate, efsdp, ep), slowest first, where dp_shard x tp = efsdp x ep.
+Meanings follow torchtitan 0.3.0: torchtitan/config/configs.py, distributed/parallel_dims.py
+and distributed/activation_checkpoint.py. Its dense mesh is (dp_replicate, dp_shard, tp), and its
+expert mesh (dp_replicate, efsdp, ep), slowest first, where dp_shard x tp = efsdp x ep.
 """
 
 import math
@@ -34,7 +34,7 @@ PACKAGE = "torchtitan 0.3.0"
 YOURS = "hf_assets_path (tokenizer), data, optimizer, learning rate, steps and checkpoints"
 # Fields of its config that are chosen by a subcommand, behind all options.
 REMAT = "activation_checkpoint"
-# model.remat -> (subcommand, what follows).
+# model.remat -> (subcommand, the consequence).
 REMATS: dict[str, tuple[str, str]] = {
     "none": ("none", "nothing is recomputed"),
     "full": ("full", "inputs of a block alone are kept"),
@@ -44,7 +44,7 @@ REMATS: dict[str, tuple[str, str]] = {
     "attention": ("selective", "tokens and results of attention are kept, and more"),
     "experts": ("selective", "tokens, results of attention and products are kept"),
 }
-# What backward has without another gather.
+# Values of `model.remat` with which backward needs no second gather of weights.
 KEEPS_WEIGHTS = ("none", "collectives")
 
 
@@ -153,7 +153,7 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    """Returns what the options above leave out."""
+    """Returns the parts of the plan that the options above leave out."""
     gaps = [*_model_gaps(cfg), *_expert_gaps(cfg, sizes)]
     if cfg.model.predict_ahead:
         gaps.append(
@@ -173,7 +173,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     gaps += codec_gaps(cfg)
     gaps += stage_gaps(cfg)
     if cfg.model.remat not in ("none", "full"):
-        what = f"what remat {cfg.model.remat} keeps"
+        what = f"the values that remat {cfg.model.remat} keeps"
         gaps.append(Gap(what, "keeps what its own list of operations says, so memory differs"))
     if cfg.moe.capacity_factor is not None:
         gaps.append(Gap(f"a capacity factor of {cfg.moe.capacity_factor:g}", "drops no token"))

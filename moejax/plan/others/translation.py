@@ -1,4 +1,4 @@
-"""What a translation of a plan is, and the sizes that every translation starts from."""
+"""The translation of a plan, and the sizes that every translation starts from."""
 
 import shlex
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Gap:
 
     Attributes:
       what: the part of the plan.
-      instead: what the trainer does in its place.
+      instead: the trainer's way in its place.
     """
 
     what: str
@@ -60,11 +60,11 @@ class Translation:
 
     Attributes:
       trainer: its name for people.
-      package: the package, with the version whose parser the names were held against.
+      package: the package, with the version whose parser the names were compared with.
       style: how a setting is written: name=value, or --name value.
       start: the words that start it, without settings.
       options: settings, in the order in which they are shown.
-      gaps: what it cannot express.
+      gaps: parts of the plan that it cannot express.
       yours: settings that no plan decides, in words; the reader adds them.
     """
 
@@ -149,7 +149,7 @@ def sizes_of(cfg: Config) -> Sizes:
 
 
 def stages_text(cfg: Config) -> str:
-    """Returns the part of the plan that says how layers are spread over pipeline stages."""
+    """Returns the plan's spread of layers over pipeline stages, as text."""
     if cfg.mesh.stage == 1:
         return "no pipeline"
     chunks = cfg.model.stage_chunks
@@ -169,17 +169,17 @@ def torchrun(sizes: Sizes) -> tuple[str, ...]:
 
 
 def experts_text(cfg: Config) -> str:
-    """Returns the part of the plan that says which devices have which experts."""
+    """Returns the plan's spread of experts over devices, as text."""
     kind = f", weights of experts {cfg.mesh.expert_weights}" if cfg.mesh.tensor > 1 else ""
     return f"expert {cfg.mesh.expert}{kind}"
 
 
 def has_exchange(cfg: Config) -> bool:
-    """Whether tokens travel to experts on other devices."""
+    """Returns whether tokens travel to experts on other devices."""
     owners = cfg.mesh.expert * (cfg.mesh.tensor if cfg.mesh.expert_weights == "folded" else 1)
     return cfg.model.has_experts and owners > 1
 
 
 def has_chunks(cfg: Config) -> bool:
-    """Whether the exchange of tokens is cut into chunks."""
+    """Returns whether the exchange of tokens is cut into chunks."""
     return has_exchange(cfg) and max(cfg.route_chunks, cfg.route_chunks_backward or 1) > 1

@@ -115,8 +115,8 @@ def trace_config(cfg: Config, platform: str, load: ExpertLoad | None = None) -> 
     """Traces the train step of a resolved config; needs no devices, allocates nothing.
 
     Args:
-      load: what it will be priced for. Where this overflows no bucket, overflow rounds are not
-        traced, which are a second expert layer. None: any load.
+      load: load to price it for. If this overflows no bucket, overflow rounds, which are a second
+        expert layer, are not traced. None: any load.
     """
     mesh = build_abstract_mesh(build_layout(cfg.mesh))
     rounds = load is None or may_overflow(cfg, platform, load)

@@ -3,9 +3,8 @@
 A device computes in program order while the links carry collectives. Trips of a loop do not
 overlap, as in XLA, so a loop costs one trip times its trip count.
 
-Links carry both directions at once. With pipeline stages what one stage sends does not wait for
-what another sends, so the link between them is a stream of each: of the first stage, of one in the
-middle, of the last.
+Links carry both directions at once. Pipeline stages send independently of each other, so the link
+between them is several streams: of the first stage, of one in the middle, of the last.
 """
 
 import math
@@ -25,7 +24,7 @@ from moejax.plan.trace.schedule import Collective, Op, Schedule
 
 @dataclass(frozen=True)
 class BucketFill:
-    """How full buckets are: see `plan.price.routing`.
+    """The fill of buckets: see `plan.price.routing`.
 
     Attributes:
       filled: filled share of the expert buffer on the busiest device; expert cost scales with it.
@@ -67,7 +66,7 @@ class SimulatedStep:
     """A simulated schedule.
 
     Attributes:
-      timeline: when each task ran; a loop is one task.
+      timeline: start and end of each task; a loop is one task.
       totals: its sums, with loops multiplied by their trip counts.
       ops: the operation of each task.
       sizes: bytes that each task sends or moves in memory; 0 for a loop.
@@ -117,7 +116,7 @@ class Costs:
     def streams(self, collective: Collective, tier: Tier) -> list[tuple[str, float]]:
         """Returns the streams that a collective occupies on a tier, each with a share of its time.
 
-        A stage in the middle stands for all those that send, each its own part.
+        One stream stands for all stages in the middle; its share is the part of them that send.
         """
         if tier is not self.between_stages:
             return [(tier.name, 1.0)]
@@ -136,8 +135,8 @@ class Costs:
         """Returns the seconds that a device waits for a collective after `computed` seconds.
 
         Devices that share cores compute in turn, so the first one sends while the others still
-        compute. A device therefore waits for less than the whole collective. Until all devices
-        have met, a short one cannot end; a long one sends meanwhile what can be sent.
+        compute. A device therefore waits for less than the whole collective. A short
+        collective cannot end until all devices have met; a long one sends part of its data before.
 
         Args:
           behind: whether the collective follows another with no compute between, as scales follow
@@ -195,7 +194,7 @@ def simulate_step(schedule: Schedule, costs: Costs, filled: float | None = None)
     """Prices every operation and simulates the schedule.
 
     Args:
-      filled: filled share of buckets; by default that of `costs.fill`.
+      filled: filled share of buckets; by default from `costs.fill`.
     """
     builder = _TaskBuilder(costs, costs.fill.filled if filled is None else filled)
     for op in schedule.ops:
@@ -220,7 +219,7 @@ class _TaskBuilder:
         self.inside: dict[int, tuple[SimulatedStep, int]] = {}
         self.ends: list[tuple[int, ...]] = []  # tasks that finish each operation
         self.sending: tuple[int, ...] = ()  # tasks of the last collective that others wait for
-        self.begun: tuple[int, ...] = ()  # what the last collective waited for
+        self.begun: tuple[int, ...] = ()  # tasks that the last collective waited for
         self.first = True  # whether there was no collective yet
         self.computed = 0.0  # seconds since the last collective
 

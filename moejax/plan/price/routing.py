@@ -1,4 +1,4 @@
-"""How tokens are spread over experts, and how full that makes buckets.
+"""The spread of tokens over experts, and the resulting fill of buckets.
 
 An expert load is the share of assignments that each expert of each layer gets: even, a named skew,
 or a record of a run. It decides how many rows the busiest device computes, and how often buckets
@@ -107,7 +107,7 @@ def _recorded(path: Path, num_experts: int) -> ExpertLoad:
 def bucket_fills(
     load: ExpertLoad, cfg: Config, layout: Layout, route: Route
 ) -> list[tuple[float, BucketFill]]:
-    """Returns pairs: a share of the expert layers, and how full their buckets are.
+    """Returns pairs: a share of the expert layers, and the fill of their buckets.
 
     The shares sum to one. Counts of independent draws vary: the fullest of n buckets of mean m
     holds about m + sqrt(2 m ln n), and where buckets are small some overflow under any routing.
@@ -171,7 +171,7 @@ def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:
 def _overflow(
     rows_E: list[float], tokens: int, layout: Layout, route: Route, sizes: Sizes, devices: int
 ) -> tuple[float, float]:
-    """Returns the chance that a bucket anywhere is too small, and how many rows it has too many."""
+    """Returns the chance that a bucket anywhere is too small, and by how many rows."""
     held, over, owners, sources, total, E = 1.0, 0.0, 1, 1, sum(rows_E), len(rows_E)
     distinct = max(0.0, E - total / tokens) / max(1, E - 1)  # a token's experts differ
     for hop, slots in zip(route.exchanges, sizes.rows, strict=True):
@@ -187,7 +187,7 @@ def _overflow(
             pairs = zip(rows, rest, strict=True)
             held *= math.prod(_holds(sources * n, own, room) ** count for n, own in pairs)
             excess = fullest([sources * n for n in rows], count * owners) - room
-            # If several devices fill a bucket, the rows too many are those of the last one.
+            # If several devices fill a bucket, only rows of the last one exceed it.
             over = max(over, min(excess, max(rows)) if sources > 1 else excess)
         sources = owners
     return 1 - held, max(1.0, over)

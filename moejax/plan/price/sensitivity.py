@@ -1,4 +1,4 @@
-"""By how much each rate of the cluster must change for another plan to beat the best one.
+"""Finds the factor by which each rate of a cluster must change for another plan to win.
 
 Both steps are simulated again on clusters that differ in one rate. That takes milliseconds,
 because nothing is traced again: the program does not depend on rates.
@@ -30,7 +30,7 @@ class Steps:
     """A plan's step on a cluster and on changed versions of it.
 
     Attributes:
-      runs: (share of the expert layers, schedule, how full buckets are).
+      runs: (share of the expert layers, schedule, fill of buckets).
     """
 
     def __init__(self, priced: PricedPlan, topology: Topology, load: ExpertLoad):

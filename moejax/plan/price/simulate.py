@@ -15,7 +15,7 @@ the schedule takes at least its longest chain of tasks, and at least each stream
 dependencies fix the order on every stream and communication slows no compute, a longer task never
 makes the schedule shorter.
 
-Source: Graham, Bounds on multiprocessing timing anomalies (1969), for what is not guaranteed.
+Source: Graham, Bounds on multiprocessing timing anomalies (1969), for the anomalies.
 """
 
 import math
@@ -42,7 +42,7 @@ def simulate(tasks: Sequence[Task], policies: Mapping[str, Policy] | None = None
     idle, and then goes before all others. Takes O(n log n) time.
 
     Args:
-      tasks: in an order in which every task follows those that it waits for.
+      tasks: tasks in an order in which each follows the tasks that it waits for.
       policies: policy of each stream but compute; `fifo` if missing. May name streams without
         tasks.
 

@@ -1,4 +1,4 @@
-"""Tasks, and their timeline: when each ran, the critical path, exposed communication."""
+"""Tasks, and their timeline: start and end of each, the critical path, exposed communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task ran, in seconds from the start.
+    """Start and end of each task, in seconds from the beginning.
 
     Attributes:
       tasks: the simulated tasks.
-      start_s, end_s: of each task.
+      start_s, end_s: start and end of each task.
       cause: index of the task whose end let each task start; -1 if it started at once.
     """
 

@@ -1,5 +1,5 @@
 """Measures the links and the devices of the cluster that it runs on.
 
-Read in this order: `command`, `measure` (the whole probe), `nodes` (which devices share one),
+Read in this order: `command`, `measure` (the whole probe), `nodes` (groups of devices),
 `timer`, `links`, `device`, `program` (a whole step beside its operations alone), `fit`, `show`.
 """

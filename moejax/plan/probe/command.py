@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--nodes", type=int, help="number of nodes, if the devices do not show it")
     command.add_argument("--name", help="name of the cluster (default: from the file)")
     command.add_argument(
-        "--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds"
+        "--platform", choices=("cpu", "gpu", "tpu"), help="default: the first that JAX finds"
     )
     command.add_argument("--simulated-devices", type=int, help="CPU devices, over all processes")
     command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _checked(args: argparse.Namespace) -> Path:
-    """Checks what can be checked before a device is touched."""
+    """Checks the flags before a device is touched. Returns the path of the file."""
     out = Path(args.out)
     if not out.parent.is_dir():
         raise InputError(

@@ -26,8 +26,8 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
     """Returns the link that fits the measured times best, by relative error.
 
     Minimises the sum of (predicted / measured - 1)^2 over startup and 1 / rate, both positive,
-    with less weight on outliers. `error` is the median of |predicted / measured - 1|. `bends` says
-    how far the largest sizes are off the line.
+    with less weight on outliers. `error` is the median of |predicted / measured - 1|. `bends` has
+    the deviation of the largest sizes from the line.
 
     Args:
       points: (bytes on the wire of a device, seconds), of at least two sizes.
@@ -48,10 +48,10 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
 
 
 def _bends(line: Link) -> tuple[tuple[int, float], ...]:
-    """Returns how much longer than the line the largest calls take, from where they do.
+    """Returns the sizes of the largest calls and their times over the line's, if longer.
 
     Only the largest: a small call that was held up, or one that meets a kernel's buffers, is noise
-    beside the delays of a step, but a step sends more than was measured at the speed of the end.
+    beside the delays of a step. Larger calls of a step count like the largest one.
     """
     off = [(size, seconds / line.seconds(size)) for size, seconds in sorted(line.points)]
     straight = max((place for place, (_, times) in enumerate(off) if times <= BENT), default=-1)

@@ -80,8 +80,8 @@ def probe_oversubscription(watch: Stopwatch) -> float:
     """Returns the time of all devices of a node at once over the time of one alone.
 
     The devices meet after their work, so that none runs ahead. Work of two lengths is timed, and
-    what twice the work adds counts: the meeting itself takes as long as some products, and hid on
-    four hosts of two devices that those take turns (1.0 was measured).
+    only the difference counts: the meeting itself takes as long as some products. If it
+    counted, four hosts of two devices would measure 1.0, although their devices take turns.
     """
     count = watch.mesh.shape[AXES[1]]
     if count == 1:
@@ -107,7 +107,7 @@ def probe_oversubscription(watch: Stopwatch) -> float:
 def _late(watch: Stopwatch, axis: str, link: Link, oversubscription: float) -> float:
     """Returns the extra seconds of a tiny collective that stands between computations.
 
-    Times it between computations of two lengths. What does not grow with the length is the
+    Times it between computations of two lengths. The part that does not grow with the length is the
     collective.
 
     Args:
@@ -191,7 +191,7 @@ def _zeros(*shape: int) -> Callable[[], jax.Array]:
 
 
 def _slows_products(watch: Stopwatch, first: tuple[Callable, Callable], alone: float) -> float:
-    """Returns what a collective adds to products beside it, over its seconds alone."""
+    """Returns the seconds that a collective adds to products beside it, over its own."""
     single = watch.seconds(*_products(1))
     # Compute that lasts longer than the collective, so that all of it runs beside compute.
     products = _products(max(1, math.ceil(1.5 * alone / single)))

@@ -30,10 +30,10 @@ MAX_PAIRED = 64  # nodes whose pairs are measured; more would take minutes
 
 @dataclass(frozen=True)
 class Effort:
-    """How thoroughly to measure.
+    """The thoroughness of a probe.
 
     Attributes:
-      seconds: for the links, about; sizes grow until they are spent.
+      seconds: approximate time for the links; sizes grow until they are spent.
       quick: fewer sizes, dtypes and codecs; no pairs, no contention.
     """
 
@@ -42,7 +42,7 @@ class Effort:
 
 
 def expected_text(quick: bool) -> str:
-    """Returns about how long a probe takes, and what disturbs it.
+    """Returns a text about the time of a probe, and about disturbances.
 
     On two cores of an Intel Xeon with eight simulated devices, beside other programs, a quick probe
     took 156 s and a whole one 338 s (2026-11-26); either computed for 53 s. Operations are timed

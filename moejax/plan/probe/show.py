@@ -18,7 +18,7 @@ UNSTEADY = 0.25  # fit error above which a link's times are doubted
 
 
 class ProgressLine:
-    """Shows on process 0's terminal what is being measured. A context manager."""
+    """Shows the current measurement on process 0's terminal. A context manager."""
 
     def __init__(self, processes: Processes):
         columns = (SpinnerColumn(), text_column(), TimeElapsedColumn())

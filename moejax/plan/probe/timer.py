@@ -150,7 +150,7 @@ def loop(operate: Callable[[Tree], Tree], start: Callable[[], Tree], mesh: Mesh)
         def again(_: Any, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             for _ in range(unrolled(mesh)):
                 x = _after(*both)
-                # Else XLA computes of each result but the last only the element that is read.
+                # Else XLA computes only the one element that is read of results but the last.
                 both = jax.lax.optimization_barrier((x, operate(x)))
             return both
 
@@ -169,7 +169,7 @@ def _first(tree: Tree) -> jax.Array:
 def _after(x: Tree, y: Tree) -> Tree:
     """Returns x with first elements that depend on y, so that nothing is hoisted from the loop.
 
-    They do not depend on x: what is read and written by one fusion of XLA is copied whole.
+    They do not depend on x: XLA copies an array that one fusion reads and writes.
     """
     never = _first(y) > 1e30
 

@@ -1,4 +1,4 @@
-"""Reports what was chosen and why.
+"""Reports the chosen plan and the reasons.
 
 Read in this order: `tables` (plans and reasons, in the terminal), `page` (collects the data of one
 HTML file), `page.html` and `page.js` (draw it in the browser).

@@ -30,7 +30,7 @@ def _line(name: str, size: str, device: str, links: str) -> str:
 
 
 def print_cluster(name: str, console: Console) -> None:
-    """Shows one cluster, and where its rates come from.
+    """Shows one cluster, and the sources of its rates.
 
     Raises:
       InputError: if there is no such cluster.

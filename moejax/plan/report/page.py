@@ -154,7 +154,7 @@ def _fullest(plan: PricedPlan, steps: Steps) -> dict[str, int]:
 
 
 def _naming_loops(schedule: Schedule) -> Schedule:
-    """Returns the schedule with scopes for the loops over layers, named after what they stack."""
+    """Returns the schedule with scopes for the loops over layers, named after their arrays."""
     later = {b for op in schedule.ops if op.backward for b in op.reads}
     ops = []
     for op in schedule.ops:
@@ -182,7 +182,7 @@ def _timeline(plan: PricedPlan) -> dict[str, Any]:
 def _add_node(
     simulated: SimulatedStep, nodes: list[dict[str, Any]], names: dict[str, int], **about: Any
 ) -> int:
-    """Adds a timeline and those of its loops. Returns its index."""
+    """Adds a timeline and the timelines of its loops. Returns its index."""
     index = len(nodes)
     nodes.append({})
 

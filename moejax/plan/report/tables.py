@@ -160,7 +160,7 @@ def named_rows(
 
 
 def rules_text(result: SearchResult) -> str:
-    """Returns what the rules of thumb are, and how much faster the chosen plan is than the best."""
+    """Returns the rules of thumb, and the gain of the chosen plan over the best of them."""
     words = " ".join(f"{name}: {RULES[name]}." for name in result.rules)
     return f"{gain_text(result)} Rules of thumb, without codecs: {words or 'none fits.'}"
 
@@ -180,19 +180,19 @@ def gain_text(result: SearchResult) -> str:
 
 
 def _is_as(plan: PricedPlan, other: PricedPlan) -> bool:
-    """Whether two plans differ by the pieces of reductions only, and neither is faster."""
+    """Returns whether two plans differ by the pieces of reductions only, and neither is faster."""
     pieces = {"train.reduction_bytes": other.cfg.train.reduction_bytes}
     return change(plan.cfg, pieces) == other.cfg and same_time(plan, other)
 
 
 def same_time(plan: PricedPlan, other: PricedPlan) -> bool:
-    """Whether the times of two plans differ by less than what counts as a difference."""
+    """Returns whether the times of two plans differ by at most the share `SAME`."""
     first, second = sorted((plan.seconds, other.seconds))
     return second <= (1 + SAME) * first
 
 
 def _order_notes(ranked: Sequence[PricedPlan], folded: int) -> list[str]:
-    """Returns why the first plan is not the fastest, and what is not shown."""
+    """Returns notes on a first plan that is not the fastest, and on plans not shown."""
     notes, fastest = [], min(ranked, key=attrgetter("seconds"))
     if fastest is not ranked[0]:
         place = next(rank for rank, plan in enumerate(ranked) if plan is fastest) + 1
@@ -237,7 +237,7 @@ def print_why(result: SearchResult, console: Console) -> None:
 
 
 def sentence(best: PricedPlan, other: PricedPlan, name: str, memory: float = math.inf) -> str:
-    """Returns one line: by how much the best plan wins, and through which terms.
+    """Returns one line: the factor by which the best plan wins, and the terms behind it.
 
     Args:
       memory: bytes of a device that a plan may use; one that needs more is not compared.
@@ -261,7 +261,7 @@ def sentence(best: PricedPlan, other: PricedPlan, name: str, memory: float = mat
 
 
 def different_text(cfg: Config, other: Config) -> str:
-    """Returns a plan in few words: its mesh, or all of it where the other has the same mesh."""
+    """Returns a plan in few words: its mesh, or its other settings if the mesh is the same."""
     mesh = mesh_text(cfg)
     if mesh != mesh_text(other):
         return mesh
@@ -271,7 +271,7 @@ def different_text(cfg: Config, other: Config) -> str:
 
 
 def _shown(cfg: Config, name: str) -> str:
-    """Returns a setting's value; of a codec that the preset chooses, what it chooses."""
+    """Returns a setting's value; for a codec left to the preset, the preset's codec."""
     value: Any = get_value(cfg, name)
     if name in CODECS and value == "preset":
         value = PRESETS[cfg.compression.preset].get(name.rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""How long a search goes on: a number of traces, and a time cap for machines that are busy.
+"""The length of a search: a number of traces, and a time cap for busy machines.
 
 Traces are counted, so that the same question gets the same plan however fast the machine is. Where
 the cap ends a search before its traces are spent, the result says so.
@@ -17,13 +17,13 @@ CAP_SECONDS = (120.0, 600.0)
 
 @dataclass
 class Budget:
-    """The budget of one search, and what is spent of it.
+    """The budget of one search, and the part already spent.
 
     Attributes:
       traces: number of traces after which nothing more is traced.
       seconds: time cap.
       traced: traces so far.
-      slowest: seconds of the slowest of them.
+      slowest: seconds of the slowest trace.
       cut: whether the time cap ended the search.
       before: the budget of the part of the search before this one; None: this is the first.
     """
@@ -45,7 +45,7 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether another trace is over the budget, or could end after the time cap."""
+        """True if another trace is over the budget, or could end after the time cap."""
         if self.traced >= self.traces:
             return True
         self.cut = self.cut or self.elapsed + 2 * self.slowest > self.seconds
@@ -78,7 +78,7 @@ class Budget:
 def default_budget(
     devices: int, platform: str, traces: int | None = None, seconds: float | None = None
 ) -> Budget:
-    """Returns the budget for a number of devices; what is given replaces its default."""
+    """Returns the budget for a number of devices; `traces` and `seconds` replace its defaults."""
     many = devices > MANY
     return Budget(
         TRACES[platform][many] if traces is None else traces,

@@ -20,7 +20,7 @@ KEPT = {"none": 1.0, "dots": 0.7, "experts": 0.6, "collectives": 0.35, "attentio
 KEPT |= {"token_collectives": 0.3, "full": 0.05}
 
 SMALL_OPS = 100  # small operations of an expert block: counts of rows, sorts, comparisons
-HIDDEN = 0.75  # of what stages send, or of their computing, beside the other: as by price
+HIDDEN = 0.75  # share of a stage's sending, or of its computing, that the other hides; as by price
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Estimate:
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
         if self.stages == 1:
             held += width * (self._largest_block() + self._kept_in_node())
-        else:  # all of a stage's, and float32 sums of the gradients of what is trained
+        else:  # all weights of a stage, and float32 sums of trained weights' gradients
             trained = sum(self.trained) / sum(self.weights)
             held += (width + 4 * trained) * block_weights * self.cfg.model.blocks / self.stages
         local = self.tokens / layout.size(layout.tensor)
@@ -153,7 +153,7 @@ class Estimate:
         return dense / layout.size(layout.tensor) + experts / self.expert_share
 
     def _kept_in_node(self) -> float:
-        """Returns the parameters that a device keeps of weights that were gathered across nodes."""
+        """Returns the parameters that a device keeps after gathering weights across nodes."""
         layout, (dense, experts) = self.layout, self.weights
         if self.cfg.mesh.gather_across not in ("passes", "step"):
             return 0.0
@@ -174,7 +174,7 @@ class Estimate:
         return build_schedule(mesh.schedule, mesh.stage, micro, chunks, mesh.stage_slices)
 
     def _keys(self) -> float:
-        """Returns the bytes of keys and values, and of their gradients, that slices leave."""
+        """Returns the bytes of keys and values, and of their gradients, that slices keep."""
         model, schedule = self.cfg.model, self.schedule
         if schedule.slices == 1:
             return 0.0
@@ -295,7 +295,7 @@ class Estimate:
         """Returns the seconds of gathering parameters and reducing gradients, hop by hop.
 
         Args:
-          size, reduced: parameters, and those of them or of their adapters that have gradients.
+          size, reduced: parameters, and parameters (or adapters) with gradients.
         """
         layout = self.layout
         width = WIDTHS[self.cfg.model.dtype]

@@ -31,8 +31,8 @@ class Plan:
       predicted: seconds of a step, its terms, bytes of a device, tokens a second.
       runner_up: the same for the second best plan; None if there was none.
       cut: one line about the time cap if it ended the search; None: another search finds the same.
-      platform: of the cluster's devices; None in older files.
-      device_memory_bytes: of one of them; None in older files.
+      platform: platform of the cluster's devices; None in older files.
+      device_memory_bytes: memory of one device; None in older files.
     """
 
     topology: str

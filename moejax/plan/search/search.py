@@ -77,7 +77,7 @@ class SearchResult:
 
 
 def has_codecs(plan: PricedPlan) -> bool:
-    """Whether a plan compresses something."""
+    """Returns whether a plan compresses anything."""
     return build_compression(plan.cfg.compression) != NO_COMPRESSION
 
 
@@ -132,7 +132,7 @@ SAME = 0.002  # relative difference below which two steps count as equal
 
 @dataclass
 class _Search:
-    """One search: the plans traced so far, and what may still be traced."""
+    """One search: the plans traced so far, and the budget for more."""
 
     cfg: Config
     topology: Topology
@@ -152,7 +152,7 @@ class _Search:
 
     @property
     def spent(self) -> bool:
-        """Whether nothing more may be traced. Two plans are always priced."""
+        """True if nothing more may be traced. Two plans are always priced."""
         enough = len(self.priced) >= 2 and any(self._fits(plan) for plan in self.priced.values())
         return enough and self.budget.spent
 
@@ -192,7 +192,7 @@ class _Search:
         raise InputError(why_none(self.cfg, self.limits, peaks, self.memory_budget, meshes, traces))
 
     def _choose_both(self, estimates: list[Estimate]) -> str | None:
-        """Searches meshes without stages, then those with. Returns why it was cut short."""
+        """Searches meshes without stages, then meshes with stages. Returns why it was cut short."""
         alone = [one for one in estimates if one.stages == 1]
         cut, fastest = None, math.inf
         if alone:
@@ -213,7 +213,7 @@ class _Search:
         """Prices plans, likely ones first, until the budget is spent.
 
         Refines the best of the first meshes, then tries other meshes with its routes and codecs,
-        because most of what is best for one mesh is best for others. Chunks come after the first
+        because most of the best choices for one mesh suit others. Chunks come after the first
         of these, because programs with chunks take several times as long to trace.
         """
         promising = self._promising(estimates)
@@ -336,7 +336,7 @@ class _Search:
         """Changes one part at a time and keeps faster plans.
 
         Args:
-          chunks: whether to try what comes after codecs and routes too.
+          chunks: whether to try chunks, fewer codecs and pieces too.
         """
         best = start
         first = (self._heavier, self._schedules, self._coded, self._gathers, self._routes)
@@ -414,7 +414,7 @@ class _Search:
                 yield heavier
 
     def _ranked_beside_rules(self) -> tuple[list[PricedPlan], dict[str, PricedPlan]]:
-        """Returns the ranked plans, and those of `space.rules`, fastest first.
+        """Returns the ranked plans, and the plans of `space.rules`, fastest first.
 
         Rules are candidates like others, unless they break the pins. They are traced whatever the
         number of traces, but not after the time cap.
@@ -458,7 +458,7 @@ def search(
     """Returns the plans of a model on a cluster, fastest first.
 
     Args:
-      cfg: the model; what is pinned keeps its settings.
+      cfg: the model; pinned settings keep their values.
       traces: number of traces; None: the default for the number of devices.
       seconds: time cap, for machines so slow that the traces are not reached; None: the default.
       progress: called with a text before each plan.

@@ -28,7 +28,7 @@ PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 SCHEDULES = ("1f1b", "combined_1f1b")
 KEEPS = ("residuals", "input")
 HEADROOMS = (1.5, 2.0, 3.0)
-# What people take without a planner, and what it means.
+# Rules of thumb that people follow without a planner, and their meaning.
 RULES = {
     "FSDP": "weights sharded over all devices",
     "HSDP": "weights sharded inside a node, copies across",
@@ -60,7 +60,7 @@ class Limits:
     pinned: frozenset[str] = frozenset()
 
     def free(self, name: str) -> bool:
-        """Whether a setting may be changed."""
+        """Returns whether a setting may be changed."""
         return name not in self.pinned
 
 
@@ -140,7 +140,7 @@ def exchanges(cfg: Config, limits: Limits) -> Iterator[Config]:
 
 
 def headrooms(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Yields larger buckets, of which fewer overflow."""
+    """Yields larger buckets, so that fewer of them overflow."""
     for headroom in _values(cfg, limits, "moe.headroom", HEADROOMS):
         candidate = resolve(change(cfg, {"moe.headroom": headroom}), limits)
         if candidate is not None and headroom > cfg.moe.headroom:
@@ -218,15 +218,15 @@ def gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
 def orders(cfg: Config, limits: Limits) -> tuple[str, ...]:
     """Returns the values of `mesh.schedule` that may pay.
 
-    What hides behind another pass must be able to travel beside it, which on CPU nothing is, and
-    must not lie in a branch: rows that overflow take one, and its price would not say so.
+    An exchange that hides behind the other pass must be asynchronous, which none is on CPU. It must
+    not lie in a branch either: overflow rounds are one, and the price would not count their cost.
     """
     hides = limits.platform != "cpu" and cfg.moe.capacity_factor is not None
     return SCHEDULES if hides else SCHEDULES[:1]
 
 
 def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Yields other schedules of stages: what they keep, their order, and micro-batches."""
+    """Yields other schedules of stages: saved values, order, number of micro-batches."""
     if cfg.mesh.stage == 1:
         return
     parts = cfg.train.micro_batches

@@ -20,7 +20,7 @@ class Node:
     Attributes:
       reads: (value, bytes of it that are read; None: all).
       writes: values.
-      exponentials, reduced: as of `Op`.
+      exponentials, reduced: as in `Op`.
       unread: share of its FLOPs and bytes that remains if nothing reads its first result.
     """
 

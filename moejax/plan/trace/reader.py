@@ -245,7 +245,7 @@ class _Reader:
 
 
 def _works(jaxpr: Any) -> bool:
-    """Whether a call holds a data-dependent loop or a kernel."""
+    """Returns whether a call holds a data-dependent loop or a kernel."""
     return any(
         eqn.primitive.name in WORKING or any(map(_works, inner_jaxprs(eqn)))
         for eqn in opened(jaxpr).eqns

@@ -74,7 +74,7 @@ class Op:
       passes: arrays that a region writes; each is one loop over memory.
       exponentials: values of exponentials and the like that a region computes.
       reduced: values that its sums and maxima go over.
-      scales_with_fill: whether FLOPs and bytes are those of full buckets; the filled share counts.
+      scales_with_fill: whether FLOPs and bytes are for full buckets; the filled share scales them.
       blocks: (rows, groups) of a bucket buffer whose groups are computed in whole blocks.
       body: one iteration of a loop, or `unrolled` iterations that may overlap.
       trip_count: how often a loop's body runs.
