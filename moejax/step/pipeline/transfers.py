@@ -1,6 +1,8 @@
 """Activations on the way forward: from stage to stage, and from the last stage to the loss step.
 
-Per device, inside the shard_map of the training mesh. Letters: those of `layout.layout`; P stages, V virtual stages on each.
+Per device, inside the shard_map of the training mesh.
+
+Letters: those of `layout.layout`; P stages, V virtual stages on each.
 """
 
 from typing import Any, NamedTuple
