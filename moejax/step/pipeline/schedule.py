@@ -171,7 +171,7 @@ class Schedule(NamedTuple):
 
     @property
     def cycles(self) -> list[Cycle]:
-        """The ticks in order. With virtual stages the same phases recur every V P ticks."""
+        """The ticks in order. With several virtual stages the same phases recur every V P ticks."""
         length = self.virtual_stages * self.stages if self.virtual_stages > 1 else self.end
         starts = range(0, self.end, length)
         every = [self._phases(range(t, min(t + length, self.end))) for t in starts]

@@ -113,7 +113,7 @@ def loss_gradients(
 
 
 class Ticks:
-    """The ticks of a step."""
+    """The ticks of a step: methods return the state after a cycle, a tick, or a part of one."""
 
     def __init__(self, staged: StagedModel, num_targets: NumTargets):
         self.staged, self.schedule = staged, staged.schedule

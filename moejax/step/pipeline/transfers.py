@@ -1,6 +1,8 @@
 """Activations on the way forward: from stage to stage, and from the last stage to the loss step.
 
-Per device, inside the shard_map of the training mesh. Letters: those of `layout.layout`; P stages.
+Per device, inside the shard_map of the training mesh.
+
+Letters: those of `layout.layout`; P stages, V virtual stages on each.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +22,9 @@ class Activations(NamedTuple):
       inbound: hidden states of the leading layers that pass this stage, on the way to the first;
         None where the embedding alone leads.
       output: of the last forward task, for the loss step: this stage's share of the positions of
-        the last stage's output [B, t / P, D]. With virtual stages this stage's own output
-        [B, t, D], which is scattered when a loss step needs it: mostly the last stage's is that of
-        another virtual stage than the last.
+        the last stage's output [B, t / P, D]. With several virtual stages this stage's own output
+        [B, t, D], which is scattered when a loss step needs it: only one output in V of the last
+        stage is that of the last virtual stage.
     """
 
     input_BtD: jax.Array
@@ -64,8 +66,8 @@ class ActivationTransfers:
     def send(self, y_BtD: jax.Array, inbound: Any) -> Activations:
         """Sends the output of a forward task to its next stage, and to the loss step.
 
-        Wire: the encoded output to the next stage; a share of it from the last to each stage, but
-        not with virtual stages.
+        Wire: the encoded output to the next stage; with one virtual stage also a share of it from
+        the last to each stage.
         """
         link = self.link
         input_BtD = link.to_next(link.encode_once(y_BtD), around=self.interleaved)
@@ -75,7 +77,8 @@ class ActivationTransfers:
     def last_output(self, activations: Activations) -> jax.Array:
         """Returns this stage's share of the positions of the last stage's output, [B, t / P, D].
 
-        Wire: with virtual stages a share of the encoded output, from the last to each stage.
+        Wire: nothing; with several virtual stages a share of the encoded output, from the last to
+        each stage.
         """
         output = activations.output
         return self.link.scatter_positions(output) if self.interleaved else output
