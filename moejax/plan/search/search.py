@@ -390,7 +390,7 @@ class _Search:
 
     def _schedules(self, cfg: Config) -> Iterable[Config]:
         yield from space.schedules(cfg, self.limits)
-        now, others = Estimate(cfg, self.topology), space.shorter_visits(cfg, self.limits)
+        now, others = Estimate(cfg, self.topology), space.shorter_tasks(cfg, self.limits)
         yield from (c for c in others if Estimate(c, self.topology).seconds() < now.seconds())
 
     def _gathers(self, cfg: Config) -> Iterable[Config]:

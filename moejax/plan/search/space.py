@@ -243,7 +243,7 @@ def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
             yield candidate
 
 
-def shorter_visits(cfg: Config, limits: Limits) -> Iterator[Config]:
+def shorter_tasks(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields twice and half as many slices of positions, and chunks of layers for each stage."""
     if cfg.mesh.stage == 1:
         return

@@ -167,7 +167,7 @@ def _with_reduction(
         return state
     if any(key.startswith("reduction/") for key in found.kinds):
         note(
-            "warning: mesh or compression differ from those of the step in memory: what codecs had "
-            "not sent yet is dropped"
+            "warning: mesh or compression differ from those of the step in memory: the codecs' "
+            "state is dropped"
         )
     return state._replace(reduction=train_step.first_reduction())

@@ -75,7 +75,7 @@ def test_a_search_makes_visits_of_a_stage_shorter_and_longer():
 
     def others(**more):
         one = space.resolve(change(cfg, values | more), limits)
-        found = space.shorter_visits(one, limits)
+        found = space.shorter_tasks(one, limits)
         return [(other.mesh.stage_slices, other.model.stage_chunks) for other in found]
 
     assert others() == [(2, 1), (1, 2)]
@@ -83,9 +83,9 @@ def test_a_search_makes_visits_of_a_stage_shorter_and_longer():
     assert others(**{"model.stage_chunks": 2}) == [(1, 1)], "four layers, and no slices beside"
     pinned_chunks = dataclasses.replace(limits, pinned=frozenset({"model.stage_chunks"}))
     one = space.resolve(change(cfg, values), limits)
-    assert [o.mesh.stage_slices for o in space.shorter_visits(one, pinned_chunks)] == [2]
+    assert [o.mesh.stage_slices for o in space.shorter_tasks(one, pinned_chunks)] == [2]
     alone = space.resolve(change(cfg, {"mesh.expert": 8}), limits)
-    assert list(space.shorter_visits(alone, limits)) == []
+    assert list(space.shorter_tasks(alone, limits)) == []
 
 
 @pytest.mark.exhaustive
