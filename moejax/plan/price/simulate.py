@@ -78,7 +78,6 @@ class _Stream:
       ready: a heap of (key, task); the smallest key is next.
       joins: ready tasks that take no time.
       running: the running task of a stream that runs one at a time; -1: none.
-      last: the last task that ended.
       version: number of changes to the next end; events of older versions are ignored.
       left, since, speed: for compute: seconds of work left at time `since`, and the speed from
         then on.
@@ -93,7 +92,6 @@ class _Stream:
     sharing: list[tuple[float, int]]
     joins: list[int]
     running: int = -1
-    last: int = -1
     version: int = 0
     left: float = 0.0
     since: float = 0.0
@@ -108,8 +106,6 @@ class _Run:
         self.tasks = tasks
         self.start_s = [0.0] * len(tasks)
         self.end_s = [0.0] * len(tasks)
-        self.ready_s = [0.0] * len(tasks)
-        self.cause = [-1] * len(tasks)
         self.waits_for = [len(task.after) for task in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]
         streams: dict[str, _Stream] = {}
@@ -141,14 +137,11 @@ class _Run:
                 if version == streams[number].version:
                     self._end_next(streams[number], now)
             self._settle(now)
-        return Timeline(
-            tuple(self.tasks), tuple(self.start_s), tuple(self.end_s), tuple(self.cause)
-        )
+        return Timeline(tuple(self.tasks), tuple(self.start_s), tuple(self.end_s))
 
     def _release(self, task_id: int, now: float) -> None:
         """Makes a task ready, because all that it waited for is done."""
         stream, task = self.stream_of[task_id], self.tasks[task_id]
-        self.ready_s[task_id] = now
         self.touched.append(stream)
         if task.seconds == 0:
             stream.joins.append(task_id)
@@ -176,13 +169,11 @@ class _Run:
     def _end(self, stream: _Stream, task_id: int, now: float) -> None:
         """Records the end of a task and releases the tasks that waited for it alone."""
         self.end_s[task_id] = now
-        stream.last = task_id
         self.touched.append(stream)
         self._occupy(self.tasks[task_id].compute_share, -1)
         for follower in self.followers[task_id]:
             self.waits_for[follower] -= 1
             if self.waits_for[follower] == 0:
-                self.cause[follower] = task_id
                 self._release(follower, now)
 
     def _occupy(self, share: float, sign: int) -> None:
@@ -203,7 +194,7 @@ class _Run:
             idle[stream.number] = stream
             while stream.running < 0 and stream.joins:
                 task_id = stream.joins.pop()
-                self._note_start(stream, task_id, now)
+                self._note_start(task_id, now)
                 self._end(stream, task_id, now)
         for stream in idle.values():
             if stream.policy == "shared":
@@ -215,16 +206,14 @@ class _Run:
             if self.compute is not None:
                 self._change_speed(self.compute, now)
 
-    def _note_start(self, stream: _Stream, task_id: int, now: float) -> None:
+    def _note_start(self, task_id: int, now: float) -> None:
         self.start_s[task_id] = now
-        if self.ready_s[task_id] < now:
-            self.cause[task_id] = stream.last
         self._occupy(self.tasks[task_id].compute_share, 1)
 
     def _start(self, stream: _Stream, now: float) -> None:
         """Starts the next task of a stream that runs one at a time."""
         task_id = stream.running = heappop(stream.ready)[1]
-        self._note_start(stream, task_id, now)
+        self._note_start(task_id, now)
         seconds = self.tasks[task_id].seconds
         stream.version += 1
         if stream.policy == COMPUTE:
@@ -255,7 +244,7 @@ class _Run:
         stream.since = now
         while stream.ready:
             task_id = heappop(stream.ready)[1]
-            self._note_start(stream, task_id, now)
+            self._note_start(task_id, now)
             heappush(sharing, (stream.service + self.tasks[task_id].seconds, task_id))
         stream.version += 1
         if sharing:

@@ -1,4 +1,4 @@
-"""Tasks, and their timeline: start and end of each, the critical path, exposed communication."""
+"""Tasks, and their timeline: start and end of each, exposed communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,13 +37,11 @@ class Timeline:
     Attributes:
       tasks: the simulated tasks.
       start_s, end_s: start and end of each task.
-      cause: index of the task whose end let each task start; -1 if it started at once.
     """
 
     tasks: Sequence[Task]
     start_s: Sequence[float]
     end_s: Sequence[float]
-    cause: Sequence[int]
 
     @cached_property
     def seconds(self) -> float:
@@ -64,15 +62,6 @@ class Timeline:
             total += max(0.0, self.end_s[task_id] - max(reached, self.start_s[task_id]))
             reached = max(reached, self.end_s[task_id])
         return total
-
-    def critical(self) -> list[int]:
-        """Returns the critical path: a chain of tasks without a gap from 0 to `seconds`."""
-        if not self.tasks:
-            return []
-        chain = [max(range(len(self.tasks)), key=lambda task_id: self.end_s[task_id])]
-        while (earlier := self.cause[chain[-1]]) >= 0:
-            chain.append(earlier)
-        return chain[::-1]
 
     def exposed(self, by: Literal["stream", "name"] = "stream") -> dict[str, float]:
         """Returns the exposed seconds of each stream: time without compute, split equally.

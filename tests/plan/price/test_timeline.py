@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 
@@ -21,19 +19,9 @@ def test_says_what_ran_when_and_what_was_not_hidden():
     assert timeline.seconds == 15
     assert timeline.lanes() == {"compute": [0, 3], "slow": [1, 4], "fast": [2]}
     assert [timeline.busy(stream) for stream in ("compute", "slow", "fast")] == [9, 6, 2]
-    assert timeline.critical() == [0, 1, 3, 4]
     # Two seconds of both links, one of the slow one, three more on the way back.
     assert timeline.exposed() == {"slow": 5, "fast": 1}
     assert timeline.exposed("name") == {"all-to-all": 2, "gather": 1, "all-to-all back": 3}
-
-
-def test_a_task_that_waited_for_its_stream_is_behind_what_held_it():
-    tasks = [
-        Task("all-reduce", "net", 5),
-        Task("dense", "compute", 1),
-        Task("rows", "net", 2, (1,)),
-    ]
-    assert simulate(tasks).critical() == [0, 2]
 
 
 def test_what_slows_compute_is_blamed_for_what_compute_loses():
@@ -45,7 +33,7 @@ def test_what_slows_compute_is_blamed_for_what_compute_loses():
 
 def test_nothing_is_an_empty_timeline():
     timeline = simulate([])
-    assert (timeline.seconds, timeline.critical(), timeline.exposed()) == (0, [], {})
+    assert (timeline.seconds, timeline.exposed()) == (0, {})
     assert timeline.busy("compute") == 0
 
 
@@ -57,16 +45,6 @@ def test_computed_and_exposed_seconds_are_all_there_are(tasks):
         exposed = timeline.exposed(by)
         assert all(seconds > 0 for seconds in exposed.values())
         assert computed + sum(exposed.values()) == pytest.approx(timeline.seconds)
-
-
-@given(tasks=schedules(most=20))
-def test_the_critical_chain_has_no_gap(tasks):
-    timeline = simulate(tasks, POLICIES)
-    chain = timeline.critical()
-    assert timeline.start_s[chain[0]] == 0
-    assert timeline.end_s[chain[-1]] == timeline.seconds
-    for earlier, later in pairwise(chain):
-        assert timeline.end_s[earlier] == timeline.start_s[later]
 
 
 @pytest.mark.slow
