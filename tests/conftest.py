@@ -115,6 +115,8 @@ SLOW: tuple[str, ...] = (
     "evaluate/",
     "hf/",
     "serve/",
+    # Pages in a browser, whose start takes longer than its tests.
+    "report/test_page.py",
     "step/test_adapters.py",
     "train/test_adapters.py",
 )

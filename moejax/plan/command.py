@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="NAME",
-        help="list the known clusters, or show one with the sources of its rates, and exit",
+        help="list the known clusters, or show one with sources",
     )
     command.add_argument(
         "--print_topology",
@@ -90,9 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_search_flags(command: argparse.ArgumentParser) -> None:
     """Adds the flags for the choices and the length of the search."""
-    command.add_argument(
-        "--routing", help="balanced, zipf:POWER or routing.json (default: config's)"
-    )
+    command.add_argument("--routing", help="balanced, zipf:POWER or routing.json")
     command.add_argument(
         "--codecs", choices=("none", "hybrid", "strong"), help="preset whose codecs may be chosen"
     )

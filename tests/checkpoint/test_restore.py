@@ -129,6 +129,7 @@ def test_misplaced_experts_are_named_and_the_step_before_is_taken(directory, cha
     assert finished_steps(directory) == [1]
 
 
+@pytest.mark.slow
 def test_changed_moments_and_counters_are_found(directory):
     moment = W_IN.removeprefix("params.") + ".0.nu"
     rewrite(directory / "2", lambda w: w.__iadd__(1), moment, item="optimizer")

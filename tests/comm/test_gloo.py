@@ -135,6 +135,7 @@ def test_each_collective_of_the_compiled_program_needs_the_one_before_it():
     assert unordered(text) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "exchanged"),
     [

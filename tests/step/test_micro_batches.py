@@ -131,6 +131,7 @@ def test_router_noise_depends_on_neither_mesh_nor_parts(mesh, parts, activations
     np.testing.assert_array_equal(found[1].load_LE, wanted[1].load_LE)
 
 
+@pytest.mark.slow
 def test_router_noise_differs_by_step_and_is_the_same_again():
     whole = (1, 1, 1, 1), 1, "sequence"
     nats = [float(noisy(*whole, step=step)[1].nll) for step in (0, 0, 1)]

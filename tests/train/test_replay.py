@@ -47,6 +47,7 @@ def test_a_step_equals_what_was_logged_and_saved_and_nothing_is_written(trained,
     assert files(trained) == before
 
 
+@pytest.mark.slow
 def test_what_differs_is_named(trained, tmp_path):
     run_dir = shutil.copytree(trained, tmp_path / "run")
     facts = read_manifest(run_dir / "checkpoints" / "8")

@@ -165,6 +165,7 @@ def test_what_codecs_kept_for_another_reduction_is_dropped(
     assert not any(np.any(x) for x in jax.tree.leaves(kept))
 
 
+@pytest.mark.slow
 def test_what_codecs_kept_goes_on_where_nothing_changed_for_them(remembering, tmp_path):
     directory = shutil.copytree(remembering, tmp_path / "checkpoints")
     state, _, said = resumed(directory, on_nodes(route="merge"))

@@ -322,6 +322,7 @@ def test_short_searches_still_compare_two():
     assert len(found.ranked) >= 2
 
 
+@pytest.mark.slow
 def test_a_plan_file_makes_the_same_config(found, tmp_path):
     save_plan(plan_from(found, cluster(), "balanced"), tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")

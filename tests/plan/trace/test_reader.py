@@ -260,6 +260,7 @@ def _loops(schedule):
             yield from _loops(op.body)
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_are_read_as_fast_as_eight():
     """Not timed: the program has as many operations, whatever the size of the mesh."""
     moe = {"num_experts": 128, "capacity_factor": 1.0}
