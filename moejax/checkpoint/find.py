@@ -45,7 +45,7 @@ def newest(
         saved, damage = _verified(path, verify, processes)
         if saved is not None:
             return saved, notes
-        notes += set_aside(path, damage, processes)
+        notes += quarantine(path, damage, processes)
     # Counts steps set aside by an earlier start too: else a second attempt would start anew.
     damaged = processes.from_first(lambda: sorted(p.name for p in directory.glob("*.corrupt")))
     if damaged:
@@ -83,7 +83,7 @@ def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | No
     return Saved(manifest["step"], path.absolute(), manifest), ""
 
 
-def set_aside(
+def quarantine(
     path: Path, reason: str, processes: Processes = ALONE, *, kind: str = "corrupt"
 ) -> list[str]:
     """Renames a step so that nothing takes it for a checkpoint. Returns the notes.
@@ -91,7 +91,7 @@ def set_aside(
     Args:
       kind: ending of its new name.
     """
-    return processes.from_first(partial(_set_aside, path, kind, reason))
+    return processes.from_first(partial(_quarantine, path, kind, reason))
 
 
 def _sweep(directory: Path) -> list[str]:
@@ -100,7 +100,7 @@ def _sweep(directory: Path) -> list[str]:
     notes = []
     for path in sorted(directory.iterdir()):
         if path.is_dir() and is_step(path.name) and not (path / MANIFEST).is_file():
-            notes += _set_aside(path, "unfinished", "no manifest")
+            notes += _quarantine(path, "unfinished", "no manifest")
     return notes
 
 
@@ -112,7 +112,7 @@ def remove_half_written(directory: Path) -> None:
         trial.unlink(missing_ok=True)
 
 
-def _set_aside(path: Path, kind: str, reason: str) -> list[str]:
+def _quarantine(path: Path, kind: str, reason: str) -> list[str]:
     """Renames a step's directory so that nothing takes it for a checkpoint. Returns the note."""
     aside = path.with_name(f"{path.name}.{kind}")
     # An earlier one of the same step is older, from before the run repeated that step.

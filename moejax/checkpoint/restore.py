@@ -11,7 +11,7 @@ import jax
 from rich.console import Console
 
 from moejax.checkpoint.compatible import remembers, same_reduction
-from moejax.checkpoint.find import Saved, set_aside
+from moejax.checkpoint.find import Saved, quarantine
 from moejax.checkpoint.verify import wrong_numbers
 from moejax.checkpoint.writer import arrays_of, restore_state, step_of_state
 from moejax.errors import InputError
@@ -31,8 +31,8 @@ class Resumed(NamedTuple):
 Choose = Callable[[], tuple[Saved | None, Any, list[str]]]
 
 
-def set_aside_wrong_steps(
-    saved: Saved | None, train_step: TrainStep, again: Choose, processes: Processes
+def quarantine_wrong_steps(
+    saved: Saved | None, train_step: TrainStep, choose: Choose, processes: Processes
 ) -> tuple[Saved | None, list[str]]:
     """Sets aside checkpoints whose state has another step counter than their name.
 
@@ -44,8 +44,8 @@ def set_aside_wrong_steps(
     """
     notes: list[str] = []
     while saved is not None and (step := step_of_state(saved, train_step.abstract)) != saved.step:
-        notes += set_aside(saved.path, f"its state is of step {step}", processes)
-        saved, _, more = again()
+        notes += quarantine(saved.path, f"its state is of step {step}", processes)
+        saved, _, more = choose()
         notes += more
     return saved, notes
 
@@ -53,7 +53,7 @@ def set_aside_wrong_steps(
 def resume(
     train_step: TrainStep,
     saved: Saved | None,
-    again: Choose,
+    choose: Choose,
     processes: Processes,
     console: Console,
     note: Callable[[str], None],
@@ -76,11 +76,11 @@ def resume(
         if wrong is None:
             return Resumed(_with_reduction(state, train_step), saved.manifest)
         jax.tree.map(lambda x: x.delete(), state)
-        notes = set_aside(
+        notes = quarantine(
             saved.path, f"its numbers are not those that were saved: {wrong}", processes
         )
-        saved, _, chosen = again()
-        saved, more = set_aside_wrong_steps(saved, train_step, again, processes)
+        saved, _, chosen = choose()
+        saved, more = quarantine_wrong_steps(saved, train_step, choose, processes)
         for text in dict.fromkeys((*notes, *chosen, *more)):
             note(text)
     if found_one:

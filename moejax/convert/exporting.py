@@ -106,11 +106,11 @@ def export_run(
         export = _Export(saved, cfg, frozen, chosen, config, origin)
         console = console_of(processes)
         if adapter:
-            told = _export_adapters(export, out, processes)
+            summary = _export_adapters(export, out, processes)
         else:
-            told = _export_model(export, dtype, out, processes, console)
-        told = f"exported step {saved.step} of {run} as {chosen.name} to {out}: {told}"
-        console.print(told, highlight=False, soft_wrap=True)
+            summary = _export_model(export, dtype, out, processes, console)
+        summary = f"exported step {saved.step} of {run} as {chosen.name} to {out}: {summary}"
+        console.print(summary, highlight=False, soft_wrap=True)
         processes.gather("done")
 
 
@@ -160,17 +160,17 @@ def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
         texts = texts_of(export.saved, export.cfg.data, export.origin)
         if processes.first and texts.chat is not None:
             write_texts(beside, texts)
-    told = f"adapters of {plural(written, 'tensor')}"
+    summary = f"adapters of {plural(written, 'tensor')}"
     if left_out:
-        told += f"; left out those of multi-token prediction ({plural(left_out, 'tensor')})"
+        summary += f"; left out those of multi-token prediction ({plural(left_out, 'tensor')})"
     if base is None:
         where = "the base" if export.frozen is None else export.frozen.path
-        told += (
+        summary += (
             f". It names no base: peft reads folders only, and {where} came from none that "
             f"is here. Export that (moejax hf export), and write the folder into "
             f"adapter_config.json as base_model_name_or_path"
         )
-    return told
+    return summary
 
 
 def _base_for_peft(frozen: Source | None) -> str | None:

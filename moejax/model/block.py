@@ -172,10 +172,10 @@ class Pattern(nnx.Module):
           attends: for each block, `attend` of `Attention.in_slice`.
         """
         stats, own = [], []
-        for index, (block, told) in enumerate(zip(self.blocks, attends, strict=True)):
+        for index, (block, form) in enumerate(zip(self.blocks, attends, strict=True)):
 
-            def attend(attention: Any, h_BtD: jax.Array, told: Any = told) -> tuple[jax.Array, Any]:
-                return attention.in_slice(h_BtD, angles, told)
+            def attend(attention: Any, h_BtD: jax.Array, form: Any = form) -> tuple[jax.Array, Any]:
+                return attention.in_slice(h_BtD, angles, form)
 
             block_noise = None if noise is None else noise.of(index)
             x_BtD, block_stats, kept = block.run(x_BtD, attend, block_noise)

@@ -261,9 +261,9 @@ def goodput_of(starts: list[Start]) -> Goodput:
         seconds[INPUT] += sum(one.input_seconds for one in start.steps)
         for name, stages in CLASSES.items():
             seconds[name] += sum(start.stages.get(stage, 0) for stage in stages)
-        told = sum(one.seconds + one.input_seconds for one in start.steps)
-        told += sum(start.stages.values())
-        seconds[UNKNOWN] += max(start.ended - start.began - told, 0)
+        known = sum(one.seconds + one.input_seconds for one in start.steps)
+        known += sum(start.stages.values())
+        seconds[UNKNOWN] += max(start.ended - start.began - known, 0)
         if number:
             before = starts[number - 1]
             seconds[DOWN] += max(start.began - before.ended, 0)

@@ -78,20 +78,20 @@ def stops_at_sigterm(where: Callable[[], str | None]) -> Iterator[None]:
 
     def listen() -> None:
         # Other signals, and the end of the context, write other bytes.
-        while (told := os.read(reading, 1)) not in (b"", b"\0"):
-            if told[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is interrupt:
+        while (received := os.read(reading, 1)) not in (b"", b"\0"):
+            if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is interrupt:
                 stop()
 
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.signal(signal.SIGTERM, interrupt)
-    told_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, name="SIGTERM", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(told_before)
+        signal.set_wakeup_fd(fd_before)
         _restore(signal.SIGTERM, before)
         os.write(writing, b"\0")
         thread.join()

@@ -23,7 +23,7 @@ from rich.console import Console
 from moejax.checkpoint.digests import forget_places
 from moejax.checkpoint.find import Saved
 from moejax.checkpoint.remote import Copies
-from moejax.checkpoint.restore import resume, set_aside_wrong_steps
+from moejax.checkpoint.restore import quarantine_wrong_steps, resume
 from moejax.checkpoint.source import Source, base_of, keep_origin
 from moejax.checkpoint.writer import Checkpoints, join_orbax
 from moejax.comm.cpu.exchange import disconnect
@@ -269,7 +269,7 @@ def check_origin(origin: Origin, planned: PlannedStep, processes: Processes) -> 
     """
     train_step, notes = planned.train_step, origin.notes
     notes += planned.run_plan.notes
-    origin.saved, more = set_aside_wrong_steps(origin.saved, train_step, origin.choose, processes)
+    origin.saved, more = quarantine_wrong_steps(origin.saved, train_step, origin.choose, processes)
     notes += [note for note in more if note not in notes]
     checkpoints = Path(train_step.cfg.run_dir) / "checkpoints"
     notes += check_disk(train_step, origin.saved, checkpoints, processes)

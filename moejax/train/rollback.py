@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moejax.checkpoint.restore import resume, set_aside_wrong_steps
+from moejax.checkpoint.restore import quarantine_wrong_steps, resume
 from moejax.data.skipped import SkippedData, skip_to
 from moejax.errors import DivergedError, InputError
 from moejax.step.state import TrainState
@@ -82,7 +82,7 @@ def _state_before(run: Run, bad: BadSteps) -> tuple[TrainState, dict[str, Any]]:
         before=bad.first,
     )
     saved, source, notes = choose()
-    saved, more = set_aside_wrong_steps(saved, train_step, choose, processes)
+    saved, more = quarantine_wrong_steps(saved, train_step, choose, processes)
 
     def note(text: str) -> None:
         run.display.note(text)

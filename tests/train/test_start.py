@@ -24,7 +24,7 @@ from moejax.checkpoint import writer as checkpoint
 from moejax.checkpoint.compatible import describe_run
 from moejax.checkpoint.find import Saved, newest
 from moejax.checkpoint.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
-from moejax.checkpoint.restore import resume, set_aside_wrong_steps
+from moejax.checkpoint.restore import quarantine_wrong_steps, resume
 from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import describe_fields, to_dict
 from moejax.config.schema import CheckpointConfig, TrainConfig
@@ -84,7 +84,7 @@ def pretend(path, step):
 def test_a_state_of_its_step_is_taken(run):
     cfg, train_step, _ = run
     saved, _, notes = choose_checkpoint(cfg, NO_DATA, ALONE)
-    assert set_aside_wrong_steps(
+    assert quarantine_wrong_steps(
         saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
     ) == (
         saved,
@@ -98,7 +98,7 @@ def test_a_state_of_another_step_is_set_aside_for_the_one_before(run):
     pretend(steps / "2", 9)
     saved, _, notes = choose_checkpoint(cfg, NO_DATA, ALONE)
     assert (saved.step, notes) == (9, []), "name, manifest and files agree"
-    saved, notes = set_aside_wrong_steps(
+    saved, notes = quarantine_wrong_steps(
         saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
     )
     assert saved.step == 1
@@ -111,7 +111,7 @@ def test_states_that_are_all_of_other_steps_stop_the_run(run):
         pretend(steps / str(step), step + 7)
     saved, _, _ = choose_checkpoint(cfg, NO_DATA, ALONE)
     with pytest.raises(InputError, match=r"no whole checkpoint in .*8\.corrupt.*9\.corrupt"):
-        set_aside_wrong_steps(
+        quarantine_wrong_steps(
             saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
         )
 

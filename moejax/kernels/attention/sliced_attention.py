@@ -103,8 +103,8 @@ def _backward(form: Form, saved, dy_BTHV):
                 kept = *arrays, segment_BS, sinks_H, *results
                 gradients = blocked_gradients(form.window, form.scale, kept, dy_BTHV)
             else:
-                told = partial(attention, segment_BS=segment_BS, **form.of_attention)
-                pull = jax.vjp(lambda *x: told(*x[:3], sinks_H=x[3]), *arrays, sinks_H)[1]
+                attend = partial(attention, segment_BS=segment_BS, **form.of_attention)
+                pull = jax.vjp(lambda *x: attend(*x[:3], sinks_H=x[3]), *arrays, sinks_H)[1]
                 gradients = pull(dy_BTHV)
             dq_BTHC, *of_keys, dsinks_H = gradients
             return dq_BTHC, [_widened(x, S) for x in of_keys], dsinks_H

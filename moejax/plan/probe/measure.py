@@ -168,10 +168,8 @@ def _with_pairs(
 
     pairs = tuple(map(tuple, measure()))
     if _asymmetric(pairs):
-        again = measure()
-        pairs = tuple(
-            tuple(map(max, row, second)) for row, second in zip(pairs, again, strict=True)
-        )
+        repeated = measure()
+        pairs = tuple(tuple(map(max, *rows)) for rows in zip(pairs, repeated, strict=True))
     return replace(topology, pairs=pairs, node_names=nodes.names, asymmetric=_asymmetric(pairs))
 
 

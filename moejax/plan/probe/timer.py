@@ -147,14 +147,14 @@ def loop(operate: Callable[[Tree], Tree], start: Callable[[], Tree], mesh: Mesh)
         x = start()
         y = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(operate, x))
 
-        def again(_: Any, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        def repeat(_: Any, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             for _ in range(unrolled(mesh)):
                 x = _after(*both)
                 # Else XLA computes only the one element that is read of results but the last.
                 both = jax.lax.optimization_barrier((x, operate(x)))
             return both
 
-        _, y = jax.lax.fori_loop(0, times, again, (x, y))
+        _, y = jax.lax.fori_loop(0, times, repeat, (x, y))
         return _first(y)[None]
 
     return jax.jit(gloo.shard_map(body, mesh, P(), P(AXES)))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.checkpoint.find import Saved, set_aside
+from moejax.checkpoint.find import Saved, quarantine
 from moejax.checkpoint.manifest import DamagedError, finished_steps, read_manifest, sync_directory
 from moejax.data.skipped import SkippedData
 from moejax.errors import InputError, writing
@@ -132,5 +132,5 @@ def quarantine_abandoned(run_dir: Path, before: int | None = None) -> list[str]:
         except DamagedError:
             abandoned = before is not None and step >= before
         if abandoned:
-            notes += set_aside(path, "the run went back to before it", kind="abandoned")
+            notes += quarantine(path, "the run went back to before it", kind="abandoned")
     return notes
