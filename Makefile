@@ -95,6 +95,7 @@ clean: ## remove environments, caches and build outputs; runs/ stays
 # The stamps are written last, so an interrupted install is taken up again.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" # find_python.sh has said what is missing
+	@echo "installing moejax and its tools into $(VENV): some minutes the first time"
 	"$(PYTHON)" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
 	@touch $@

@@ -15,6 +15,7 @@ _FLAGS = {
     "--xla_backend_optimization_level": "0",
     "--xla_cpu_parallel_codegen_split_count": "1",
 }
+os.environ.setdefault("PJRT_NPROC", "32")  # threads for eight devices: `runtime.start._simulate`
 _given = os.environ.get("XLA_FLAGS", "")
 _added = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given]
 os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()

@@ -290,7 +290,7 @@ const ROUTING = [
   { name: "balance", title: "Load-balance loss (1 is even)" },
   { name: "router_entropy", title: "Router entropy (1: it tells no experts apart)" },
   { name: "busiest_expert", title: "Busiest expert over the mean, worst layer", format: (v) => `${round(v, 3)} x` },
-  { name: "rounds", title: "Overflow rounds in a step", exact: true, none: "No bucket overflowed." },
+  { name: "rounds", title: "Overflow rounds in a step", exact: true, none: "No bucket overflowed.", say: (run) => roundCost(run.round_cost) },
   { name: "dropped", title: "Assignments dropped in a step", exact: true, none: "None were dropped." },
 ];
 // Runs whose values are the same as far as both go take turns in one dashed line.
@@ -307,7 +307,10 @@ function legend(labels) {
     : place ? `repeating-linear-gradient(90deg, ${style("soft")} 0 3px, transparent 3px 6px)` : style("soft");
   return el("ul", { class: "key line" }, labels.map(([place, label]) => el("li", {}, el("i", { style: `background:${stroke(place)}` }), label)));
 }
-function curve({ name, title, unit = "", also = [], format = round, log = false, exact = false, none = null }) {
+function roundCost(cost) {
+  return cost && `A round takes about ${seconds(cost.seconds)} (${seconds(cost.low)} to ${seconds(cost.high)}, by steps with more and fewer), all of them ${percent(cost.share)} of the steps' time. A larger moe.headroom makes fewer.`;
+}
+function curve({ name, title, unit = "", also = [], format = round, log = false, exact = false, none = null, say = null }) {
   const all = [[name, title.split(",")[0].toLowerCase()], ...also];
   const known = (run) => all.filter(([column]) => run.columns[column]?.steps.length);
   if (!runs.some((run) => known(run).length)) return null;
@@ -328,7 +331,8 @@ function curve({ name, title, unit = "", also = [], format = round, log = false,
     return { ...base(unit, format, log), series };
   };
   const labels = all.map(([column, label], place) => [place, label, column]).filter(([, , column]) => runs.some((run) => run.columns[column]?.steps.length));
-  return el("div", {}, el("h3", {}, title), legend(labels), new Chart("", option, { label: title }).node);
+  const said = say && runs.length === 1 ? say(runs[0]) : null;
+  return el("div", {}, el("h3", {}, title), said && el("p", { class: "soft" }, said), legend(labels), new Chart("", option, { label: title }).node);
 }
 function curves(title, caption, charts) {
   const made = charts.map(curve).filter(Boolean);

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 TEMPLATE, LIBRARY = HERE / "page.html", HERE / "echarts.min.js"
 SCRIPTS = HERE / "goodput.js", HERE / "page.js"  # one script: the second begins to draw
 SHOWN_LOADS = 400  # snapshots of experts' load that a page holds at most
+FITTED = 20, 500  # lines of a run at least, and at most, from which the cost of a round is found
 SHOWN_EVENTS = 2000  # events of a run that a page holds at most, the newest
 
 
@@ -99,10 +100,42 @@ def run_data(run: RunRecord) -> dict[str, Any]:
         "config": flat(run.config),
         "experts": loads_data(run),
         "plan": plan_data(run),
+        "round_cost": round_cost(run),
         "goodput": goodput_data(run.directory),
         "profile": stage_times(run.directory),
         "damaged": run.damaged,
     }
+
+
+def round_cost(run: RunRecord) -> dict[str, float] | None:
+    """Returns the seconds of an overflow round, their 95 % interval, and the share of all rounds.
+
+    The seconds are the slope of a step's time over its number of rounds: the median of all pairs
+    of lines (Theil and Sen), which a few slow steps do not change. The share is of the steps' time.
+    None if there are few lines, or if the interval holds zero.
+    """
+    speed, rounds = (run.columns.get(name) for name in ("tokens_per_second", "rounds_per_step"))
+    settings = flat(run.config)
+    tokens = [settings.get(key) for key in ("train.batch_sequences", "data.sequence_length")]
+    if speed is None or rounds is None or None in tokens:
+        return None
+    by_step = dict(zip(speed.steps, speed.values, strict=True))
+    pairs = [
+        (count, math.prod(tokens) / by_step[step])
+        for step, count in zip(rounds.steps, rounds.values, strict=True)
+        if count is not None and by_step.get(step)
+    ]
+    pairs = pairs[:: math.ceil(len(pairs) / FITTED[1]) or 1]
+    counts, seconds = zip(*pairs, strict=True) if pairs else ((), ())
+    if len(pairs) < FITTED[0] or len(set(counts)) < 2:
+        return None
+    from scipy.stats import theilslopes  # takes half a second to import
+
+    slope, _, low, high = theilslopes(seconds, counts)
+    if low <= 0:
+        return None
+    share = slope * sum(counts) / sum(seconds)
+    return {"seconds": slope, "low": low, "high": high, "share": min(share, 1.0)}
 
 
 def column_data(column: Column) -> dict[str, str]:

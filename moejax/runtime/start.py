@@ -22,6 +22,7 @@ from moejax.runtime.patches import coordination_client, make_cpu_client_with
 from moejax.runtime.processes import Processes, find_rank
 from moejax.runtime.program_cache import keep_programs
 
+THREADS = 4  # of XLA, for each simulated device
 _address = "127.0.0.1"  # see `own_address`
 
 
@@ -204,6 +205,9 @@ def check_even(devices: list[Any]) -> None:
 def _simulate(count: int) -> None:
     """Makes `count` CPU devices in this process. The config overrides XLA_FLAGS."""
     jax.config.update("jax_platforms", "cpu")
+    # A thread that waits in a collective does nothing else. XLA has one for each device or core: a
+    # device that waits in two collectives at a time takes the thread that another one needs.
+    os.environ.setdefault("PJRT_NPROC", str(max(THREADS * count, os.cpu_count() or 1)))
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # JAX has started: in a notebook, by an earlier run.

@@ -56,6 +56,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
             step += 1
+            run.meter.add(metrics)
             end_profile(run, profile, step, metrics, schedule.program)
             check.check_previous(step, metrics)
             run.display.step(step)

@@ -1,6 +1,7 @@
 import pytest
 
 from moejax.errors import InputError
+from moejax.report.page import round_cost
 from moejax.report.runs import read_run
 from tests.report.runs import CONFIG, PLAN, line, report_line, usual_run, write_run
 
@@ -93,3 +94,46 @@ def test_a_config_that_is_no_json_is_told(tmp_path):
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"no run to report.*has no metrics\.jsonl"):
         read_run(tmp_path)
+
+
+def steps_with_rounds(counts, second_of):
+    """A run whose steps of 16 x 128 tokens take `second_of` their rounds."""
+    return [
+        report_line(
+            step, 1.0, rounds_per_step=count, tokens_per_second=2048 / second_of(step, count)
+        )
+        for step, count in enumerate(counts)
+    ]
+
+
+def test_a_round_costs_what_steps_with_more_of_them_take_longer(tmp_path):
+    counts = [9.0, 7.5, 4.0, 0.0, 2.5] * 20
+
+    def second_of(step, count):
+        # 20 ms a round, a step in seven five times as slow, and up to 2 ms of noise.
+        return (0.5 + 0.02 * count) * (5 if step % 7 == 0 else 1) + 0.002 * (step % 3 - 1)
+
+    cost = round_cost(read_run(write_run(tmp_path, steps_with_rounds(counts, second_of))))
+    assert cost["seconds"] == pytest.approx(0.02, rel=0.1)
+    assert cost["low"] < 0.02 < cost["high"]
+    every = sum(second_of(step, count) for step, count in enumerate(counts))
+    assert cost["share"] == pytest.approx(cost["seconds"] * sum(counts) / every)
+
+
+@pytest.mark.parametrize(
+    ("counts", "second_of"),
+    [
+        ([2.0, 4.0] * 9, lambda step, count: count),  # few lines
+        ([3.0] * 40, lambda step, count: 1 + step),  # always as many
+        ([1.0, 2.0, 3.0] * 20, lambda step, count: 1 + step * 7 % 11),  # noise
+        ([0.0] * 40, lambda step, count: 1.0),
+    ],
+)
+def test_a_cost_of_rounds_that_cannot_be_told_apart_from_noise_is_not_told(
+    tmp_path, counts, second_of
+):
+    assert round_cost(read_run(write_run(tmp_path, steps_with_rounds(counts, second_of)))) is None
+
+
+def test_a_run_that_recorded_no_rounds_has_no_cost(tmp_path):
+    assert round_cost(read_run(usual_run(tmp_path / "a"))) is None

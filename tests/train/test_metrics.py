@@ -68,6 +68,20 @@ def test_what_overflowed_is_told(clock):
     assert "dropped 0  overflow rounds 3  " in line.line(30)
 
 
+def test_rounds_of_steps_between_lines_count(clock):
+    found = meter()
+    found.add(step_metrics()._replace(uneven_L3=jnp.array([[0, 0, 9], [0, 0, 9]])))
+    found.start(10)  # what came before it does not count
+    for rounds in (2, 0, 1, 5):
+        found.add(step_metrics()._replace(uneven_L3=jnp.array([[0, 0, rounds], [7, 7, 1]])))
+    clock.now += 2
+    assert found.report(14, step_metrics()).rounds_per_step == (2 + 0 + 1 + 5 + 4) / 4
+    found.start(14)
+    found.add(step_metrics())
+    clock.now += 1
+    assert found.report(15, step_metrics()).rounds_per_step == 0
+
+
 def test_rates_are_of_the_steps_since_the_start(clock):
     line = report(clock)
     assert line.step == 14

@@ -71,7 +71,7 @@ class Budget:
         cap = f"{first.seconds:.0f}" if first.seconds >= 1 else f"{first.seconds:g}"
         return (
             f"the time cap of {cap} s ended the search after {traced} of {traces} traces, so "
-            "another search may find another plan; raise `plan.seconds`"
+            "another search may find another plan; raise `plan.seconds` (--seconds)"
         )
 
 

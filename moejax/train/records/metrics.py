@@ -36,6 +36,7 @@ class Report:
     dropped: list[int]
     overflowed: list[int]
     rounds: list[int]
+    rounds_per_step: float  # of all expert layers, mean over the steps since the last line
     gradient_norm: float
     learning_rate: float  # of this step's update
     skipped: int  # updates skipped so far because they were not finite
@@ -96,14 +97,20 @@ class Meter:
         self.peak, self.num_steps, self.schedule = peak, num_steps, schedule
         self.started: tuple[float, int] | None = None
         self._paused = 0.0
+        self._uneven: list[Any] = []  # counts of the steps since `start`, still on the devices
 
     def start(self, step: int) -> None:
         """Starts the clock after `step` steps."""
         self.started, self._paused = (time.perf_counter(), step), 0.0
+        self._uneven = []
 
     def pause(self, seconds: float) -> None:
         """Excludes seconds from the rates, such as those of an evaluation."""
         self._paused += seconds
+
+    def add(self, metrics: Metrics) -> None:
+        """Counts a step's overflow rounds. Does not wait for the step."""
+        self._uneven.append(metrics.uneven_L3)
 
     def report(self, step: int, metrics: Metrics) -> Report:
         """Fetches a step's metrics, which waits for it, and computes rates since `start`."""
@@ -129,6 +136,8 @@ class Meter:
             dropped=dropped.tolist(),
             overflowed=overflowed.tolist(),
             rounds=rounds.tolist(),
+            rounds_per_step=float(sum(np.asarray(one)[:, 2].sum() for one in self._uneven))
+            / (step - first),
             gradient_norm=float(metrics.gradient_norm),
             learning_rate=float(self.schedule(max(step - 1 - skipped, 0))),
             skipped=skipped,
