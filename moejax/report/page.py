@@ -25,6 +25,7 @@ TEMPLATE, LIBRARY = HERE / "page.html", HERE / "echarts.min.js"
 SCRIPTS = HERE / "goodput.js", HERE / "page.js"  # one script: the second begins to draw
 SHOWN_LOADS = 400  # snapshots of experts' load that a page holds at most
 FITTED = 20, 500  # lines of a run at least, and at most, from which the cost of a round is found
+TOKENS = "train.batch_sequences", "data.sequence_length"  # of a step, multiplied
 SHOWN_EVENTS = 2000  # events of a run that a page holds at most, the newest
 
 
@@ -116,12 +117,12 @@ def round_cost(run: RunRecord) -> dict[str, float] | None:
     """
     speed, rounds = (run.columns.get(name) for name in ("tokens_per_second", "rounds_per_step"))
     settings = flat(run.config)
-    tokens = [settings.get(key) for key in ("train.batch_sequences", "data.sequence_length")]
-    if speed is None or rounds is None or None in tokens:
+    sequences, length = (settings.get(key) for key in TOKENS)
+    if speed is None or rounds is None or not (sequences and length):
         return None
     by_step = dict(zip(speed.steps, speed.values, strict=True))
     pairs = [
-        (count, math.prod(tokens) / by_step[step])
+        (count, sequences * length / by_step[step])
         for step, count in zip(rounds.steps, rounds.values, strict=True)
         if count is not None and by_step.get(step)
     ]
@@ -131,7 +132,7 @@ def round_cost(run: RunRecord) -> dict[str, float] | None:
         return None
     from scipy.stats import theilslopes  # takes half a second to import
 
-    slope, _, low, high = theilslopes(seconds, counts)
+    slope, _, low, high = (float(one) for one in tuple(theilslopes(seconds, counts)))
     if low <= 0:
         return None
     share = slope * sum(counts) / sum(seconds)

@@ -46,6 +46,7 @@ NOT_RUN = {
     "*jupyter *": "serves until Ctrl-C; make notebooks runs the notebooks",
     "*torchrun *": "starts another trainer",
     "*plan --hf *": "models that others published; tests/plan/test_published.py",
+    "*plan_picture*": "draws the page that the command before wrote",
     "*--as maxtext*": "minutes; tests/plan/test_command.py runs it on a small model",
 }
 # What `make test` runs; `make test-all CASES=every` runs all that can be.
