@@ -53,9 +53,8 @@ def compose(seed: int, number: int | None, out: Path, workers: int) -> int:
         print(f"{out} has seed {known['seed']}: name it, or another --out", file=sys.stderr)
         return 2
     done = {tuple(map(tuple, one["combination"])): one for one in known["results"]}
-    wanted, refused = plan(seed)
+    left, refused = plan(seed, done)
     known["refused"] = [[*sorted(pair), message] for pair, message in refused.items()]
-    left = [one for one in wanted if one not in done]
     # A process for each combination: programs of an earlier one would fill its memory.
     context = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
@@ -65,9 +64,10 @@ def compose(seed: int, number: int | None, out: Path, workers: int) -> int:
             done[combination] = {"combination": combination, "outcome": outcome}
             said = page.verdict(combination, outcome)
             print(f"{said} in {outcome['seconds']:.0f} s: {name(combination)}", flush=True)
-            known["results"] = [done[one] for one in wanted if one in done]
+            known["results"] = list(done.values())
             out.write_text(json.dumps(known, indent=1) + "\n")
     results = known["results"]
+    out.write_text(json.dumps(known, indent=1) + "\n")
     out.with_suffix(".md").write_text(page.build(results, refused, seed))
     verdicts = [page.verdict(tuple(map(tuple, r["combination"])), r["outcome"]) for r in results]
     return int(any(verdict not in ("right", "refused") for verdict in verdicts))

@@ -7,7 +7,7 @@ is a wrong number seen.
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations, product
 
 from moejax.errors import InputError
@@ -44,14 +44,19 @@ def pairs_of(combination: Combination) -> set[Pair]:
     return {pair for pair in pairs if pair & ROUNDED}
 
 
-def plan(seed: int) -> tuple[list[Combination], dict[Pair, str]]:
+def plan(seed: int, done: Iterable[Combination] = ()) -> tuple[list[Combination], dict[Pair, str]]:
     """Returns combinations that cover all pairs, and the pairs that are refused, with the message.
 
     The same for the same seed. Each combination covers the most of what those before it left.
+
+    Args:
+      done: combinations that have run, maybe with features that are gone: what they cover is not
+        covered again.
     """
     drawn = list(draw(seed))
     refused = {one[0]: one[1] for one in drawn if isinstance(one[1], str)}
     left, ordered = all_pairs() - set(refused), []
+    left -= set().union(*map(pairs_of, done))
     covers = {one: pairs_of(one) for one in drawn if not isinstance(one[1], str)}
     while left:
         best = max(covers, key=lambda one: len(covers[one] & left))

@@ -8,7 +8,7 @@ import pytest
 from moejax.errors import InputError
 from tests.cases import random_batch
 from tests.compose import page
-from tests.compose.cover import all_pairs, draw, pairs_of
+from tests.compose.cover import all_pairs, draw, pairs_of, plan
 from tests.compose.features import FACTORS, ROUNDED, check_combination, config_of, plain
 from tests.compose.run import Outcome, micro_batch_rows, run
 
@@ -71,6 +71,18 @@ def test_combinations_hold_pairs_that_nobody_covered_and_refused_pairs_are_refus
         check_combination(one)
         assert pairs_of(one) & left
         left -= pairs_of(one)
+
+
+@pytest.mark.slow
+def test_what_has_run_is_not_planned_again_and_the_rest_is():
+    gone = combination(mesh="fsdp 4", route="a route that left")
+    done = [gone, *plan(0)[0][:10]]
+    wanted, refused = plan(0, done)
+    assert not set(done) & set(wanted)
+    covered = set().union(*map(pairs_of, [*done, *wanted]))
+    assert all_pairs() <= covered | set(refused)
+    for number, one in enumerate(wanted):
+        assert pairs_of(one) - set().union(*map(pairs_of, [*done, *wanted[:number]]))
 
 
 def test_a_pair_that_rounds_nothing_counts_where_nothing_rounds():
