@@ -75,6 +75,7 @@ def flip(path, offset):
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_checkpoint_restores_to_the_same_bits_on_any_mesh(written, mesh):
     train_step, _ = case(mesh)

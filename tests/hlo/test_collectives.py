@@ -35,6 +35,7 @@ def capacity_case(mesh, **changes):
     return small_config(mesh, moe={"capacity_factor": 2.0}, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [(1, 1, 8, 1), (1, 2, 2, 2), pytest.param((2, 1, 2, 2), marks=pytest.mark.exhaustive)]
 )

@@ -45,6 +45,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
     assert_close(gradients, jax.tree.map(np.asarray, wanted), terms=TERMS)
 
 
+@pytest.mark.slow
 def test_gradient_is_the_slope_of_the_loss():
     """Finite differences, along the gradient and along a random direction."""
     cfg = small_config((2, 1, 2, 2), moe=CERTAIN, router={"balance_loss": 0.0, "z_loss": 0.0})

@@ -79,6 +79,7 @@ def draw(seed, scatter, copies):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scatter", "copies", "name"), part_of(CASES, list(CODECS)))
 def test_sums_are_right_and_what_is_kept_adds_up(name, scatter, copies):
     codec = CODECS[name]

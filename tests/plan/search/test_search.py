@@ -126,6 +126,7 @@ def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
     assert list(space.gathers(copies, limits(model(), cluster()))) == []
 
 
+@pytest.mark.slow
 def test_weights_cross_slow_links_as_seldom_as_pays():
     """Four micro-batches and layers recomputed: flat, weights cross nodes eight times a step."""
     changes = {"mesh.replica": 1, "mesh.fsdp": 8, "train.micro_batches": 4, "model.remat": "full"}
