@@ -1,12 +1,13 @@
 """Does fine-tuning learn a kind of task that the model has never read, and how far do adapters get?
 
 By the commands of a user alone: a small model is trained on the source of Python's library, with a
-tokenizer made from it; exported as a folder of safetensors, to which a chat template is added;
-imported from there; and fine-tuned on conversations, in full and by adapters, equal tokens each. A
-conversation asks for letters in the order of the alphabet. The sets of letters of held-out
-questions are in no training question. Settings were chosen in trials with other seeds and other
-questions; the bars of finetune_page.py were written before the first run. What is finished in the
-folder of --work is not repeated. Writes finetune.json and finetune.md.
+tokenizer made from it; exported in bfloat16, as models are released, to a folder of safetensors, to
+which a chat template is added; imported from there; and fine-tuned in bfloat16 on conversations, in
+full and by adapters, equal tokens each. A conversation asks for letters in the order of the
+alphabet. The sets of letters of held-out questions are in no training question. Settings were
+chosen in trials with other seeds and other questions; the bars of finetune_page.py were written
+before the first run. What is finished in the folder of --work is not repeated. Writes finetune.json
+and finetune.md.
 
     python -m benchmarks.cpu.finetune --out benchmarks/results
 """
@@ -146,7 +147,7 @@ def pretrain(place: Path, setup: Setup) -> None:
     words += (*setup.model, *setup.pretraining)
     moejax(place, "train", "--config", "base.json", *settings(*words))
     if not (place / "exported").exists():
-        moejax(place, "hf", "export", "runs/base", "--out", "exported", "--dtype", "float32")
+        moejax(place, "hf", "export", "runs/base", "--out", "exported", "--dtype", "bfloat16")
     (place / "exported/chat_template.jinja").write_text(TEMPLATE)
     if not (place / "imported").exists():
         moejax(place, "hf", "import", "exported", "--out", "imported")

@@ -48,7 +48,7 @@ HARSH = {
 }
 # Codecs of no preset: each has to hold the loss, and to send or store less than one that does.
 GRADIENT_CODECS = (
-    "topk:0.05+feedback",  # 0.45 bytes a value; int4 has 0.53, and 0.06 of a value is as much
+    "topk:0.05+feedback",  # 0.45 bytes a value; int4 sends 0.53
     "powersgd:4",
     "loco",
     "int4+stochastic",
