@@ -1,4 +1,4 @@
-"""Properties of the step that need no oracle; test_step_meshes and test_step_routes have one.
+"""Properties of the step that need no oracle; test_step_together has one.
 
 Of step.per_device, step.train_step, and train.checkpoint for what a restored state is.
 """
