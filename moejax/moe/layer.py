@@ -128,10 +128,7 @@ class MoE(nnx.Module):
         )
 
     def __call__(
-        self,
-        h_BtD: Float[Array, "B t D"],
-        weights: MoEWeights,
-        noise: router.Noise | None = None,
+        self, h_BtD: Float[Array, "B t D"], weights: MoEWeights, noise: router.Noise | None = None
     ) -> tuple[Float[Array, "B t D"], MoEStats]:
         """Takes and returns activations in the layout between blocks (`comm.activations`).
 
@@ -152,13 +149,7 @@ class MoE(nnx.Module):
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
         y_ND, overflow = moe_ffn(
-            x_ND,
-            routing.weight_NK,
-            expert_NK,
-            weights.experts,
-            moe,
-            self.spec,
-            limit=self.clamp,
+            x_ND, routing.weight_NK, expert_NK, weights.experts, moe, self.spec, limit=self.clamp
         )
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:
