@@ -4,6 +4,7 @@ Per device, inside shard_map.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.annotations import Array, Float
+from moejax.annotations import Array, Float, Int
+from moejax.comm import links, wire
 from moejax.comm.weights.gather import replicated_weight
 from moejax.config.pattern import BlockKind
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.kernels.attention.sliced_attention import sliced_attention
 from moejax.kernels.kept import ATTENDED
+from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
@@ -137,6 +140,59 @@ class Slice(NamedTuple):
             partial(sliced_attention, past=past, segment_BS=segment_BS, number=self.number)
             for past in zip(self.past[::2], self.past[1::2], strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A stage's share of each sequence's positions in a loss step (`Link.scatter_positions`).
+
+    A block that runs there attends from a share: its queries stay, and keys and values of all
+    positions are gathered over the stages.
+
+    Attributes:
+      layout: layout with the stages.
+      segment_BS: document of each position of the sequences.
+    """
+
+    layout: Layout
+    segment_BS: Int[Array, "B S"]
+
+    @property
+    def position_T(self) -> Int[Array, " T"]:
+        """Its positions in the sequence."""
+        position_S = jnp.arange(self.segment_BS.shape[1])
+        return links.share_of_positions(position_S[None], self.layout)[0]
+
+    def attend(
+        self,
+        q_BTHC: Float[Array, "B T H C"],
+        k_BTGC: Float[Array, "B T G C"],
+        v_BTGV: Float[Array, "B T G V"],
+        **form: Any,
+    ) -> Float[Array, "B T H V"]:
+        """Returns the result of `attention` for the queries of this share.
+
+        Wire: keys and values of each stage, gathered.
+
+        Args:
+          form: further arguments of `sliced_attention`.
+        """
+        P, here = self.layout.size(self.layout.stage), wire.index(self.layout.stage)
+        every = tuple(links.gather_positions(x, self.layout) for x in (k_BTGC, v_BTGV))
+        parts = links.parts_per_share(self.layout)
+        cut = [jnp.split(x, parts, axis=1) for x in (q_BTHC, k_BTGC, v_BTGV)]
+        results = [
+            sliced_attention(
+                *own,
+                past=every,
+                segment_BS=self.segment_BS,
+                number=n * P + here,
+                numbers=range(n * P, (n + 1) * P),
+                **form,
+            )
+            for n, own in enumerate(zip(*cut, strict=True))
+        ]
+        return jnp.concatenate(results, axis=1)
 
 
 class Pattern(nnx.Module):

@@ -19,11 +19,10 @@ from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
-from moejax.model.block import Pattern, Slice
+from moejax.model.block import Pattern, Share, Slice
 from moejax.model.layers import Embedding, RMSNorm
 from moejax.model.remat import in_turn, remat_policy
 from moejax.model.rope import Angles, angles_at, tables
-from moejax.model.share import Share
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 

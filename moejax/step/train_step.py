@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm.cpu import gloo
 from moejax.comm.weights.path import reduction_hops
-from moejax.comm.weights.states import residual_shapes, residual_specs
+from moejax.comm.weights.residuals import residual_shapes, residual_specs
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout
