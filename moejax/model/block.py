@@ -3,7 +3,7 @@
 Per device, inside shard_map.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,17 +53,6 @@ class Block(nnx.Module):
             if kind.mlp == "moe" and moe.shared_gate
             else None
         )
-
-    def __call__(
-        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
-    ) -> tuple[jax.Array, MoEStats | None]:
-        """Returns the new residual stream and the statistics of the experts."""
-
-        def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, None]:
-            return attention(h_BtD, segment_BT, angles), None
-
-        x_BtD, stats, _ = self.run(x_BtD, attend, noise)
-        return x_BtD, stats
 
     def run(
         self, x_BtD: jax.Array, attend: Attend, noise: Noise | None = None
@@ -212,12 +201,11 @@ class Pattern(nnx.Module):
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats]]:
         """Runs the blocks in order; returns the statistics of each expert block."""
-        stats = []
-        for index, block in enumerate(self.blocks):
-            block_noise = None if noise is None else noise.of(index)
-            x_BtD, block_stats = block(x_BtD, segment_BT, angles, block_noise)
-            stats += [] if block_stats is None else [block_stats]
-        return x_BtD, stats
+
+        def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, Any]:
+            return attention(h_BtD, segment_BT, angles), ()
+
+        return _run_blocks(self.blocks, x_BtD, [attend] * len(self.blocks), noise)[:2]
 
     def in_slice(
         self, x_BtD: jax.Array, angles: Angles, attends: list[Any], noise: Noise | None
@@ -227,14 +215,20 @@ class Pattern(nnx.Module):
         Args:
           attends: for each block, `attend` of `Attention.in_slice`.
         """
-        stats, own = [], []
-        for index, (block, form) in enumerate(zip(self.blocks, attends, strict=True)):
 
-            def attend(attention: Any, h_BtD: jax.Array, form: Any = form) -> tuple[jax.Array, Any]:
-                return attention.in_slice(h_BtD, angles, form)
+        def in_slice(form: Any) -> Attend:
+            return lambda attention, h_BtD: attention.in_slice(h_BtD, angles, form)
 
-            block_noise = None if noise is None else noise.of(index)
-            x_BtD, block_stats, kept = block.run(x_BtD, attend, block_noise)
-            stats += [] if block_stats is None else [block_stats]
-            own += kept
-        return x_BtD, stats, own
+        return _run_blocks(self.blocks, x_BtD, list(map(in_slice, attends)), noise)
+
+
+def _run_blocks(
+    blocks: Sequence[Block], x_BtD: jax.Array, attends: list[Attend], noise: Noise | None
+) -> tuple[jax.Array, list[MoEStats], list[jax.Array]]:
+    stats, own = [], []
+    for index, (block, attend) in enumerate(zip(blocks, attends, strict=True)):
+        block_noise = None if noise is None else noise.of(index)
+        x_BtD, block_stats, kept = block.run(x_BtD, attend, block_noise)
+        stats += [] if block_stats is None else [block_stats]
+        own += kept
+    return x_BtD, stats, own
