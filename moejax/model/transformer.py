@@ -195,7 +195,6 @@ class Transformer(nnx.Module):
         return tables(token_BT.shape[1], self.cfg.rotated_channels, self.cfg.rope)
 
     def _run(self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None) -> Hidden:
-        """Takes tokens through embedding, blocks and final norm."""
         angles = self._angles(token_BT)
         with jax.named_scope("embed"):
             weights = self.embedding.weights()

@@ -92,7 +92,6 @@ class MoEWeights(NamedTuple):
 
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
-    """Returns a weight and the factors of its adapter."""
     return (w.weight, Factors(*w.adapter)) if isinstance(w, AdaptedWeight) else (w, None)
 
 
@@ -169,7 +168,6 @@ class MoE(nnx.Module):
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None
     ) -> Float[Array, "N E"]:
-        """Router logits of each token, in float32."""
         t = x_BtD.shape[1]
         if noise is not None:
             replicated = self.spec.route.replicated

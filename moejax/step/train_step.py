@@ -291,7 +291,6 @@ def build_step(
 def _describe_state(
     model: ModelDef, weights: Tree, router_bias: Tree
 ) -> tuple[TrainState, TrainState]:
-    """Returns the state's shapes and shardings."""
     dims, adaptive = model.dims, model.spec.compression.adaptive
     params, frozen = weights, None
     if model.frozen_dims is not None:
@@ -327,7 +326,6 @@ def _describe_state(
 
 
 def _build_optimizer(model: ModelDef) -> Optimizer:
-    """The update of parameters that are named by the letters of their dimensions."""
     return Optimizer(model.cfg.optimizer, model.dims, model.layouts, model.cfg.train.num_steps)
 
 

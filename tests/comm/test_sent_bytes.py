@@ -4,6 +4,7 @@ Devices of one process stand for those of several hosts, and exchanges count wha
 is what plans are priced by: `Topology.shares` of the collectives in the traced program.
 """
 
+import ctypes
 import dataclasses
 
 import jax
@@ -50,7 +51,9 @@ def by_hosts(mesh, hosts):
 def leaving(hosts, count):
     """Bytes that each host's devices have sent to other hosts' until now."""
     host = np.arange(count) * hosts // count
-    sent = np.array([[exchange.sent_bytes(d, p) for p in range(count)] for d in range(count)])
+    library, number = exchange._library(), ctypes.c_int64
+    every = range(count)
+    sent = np.array([[library.moejax_sent(number(d), number(p)) for p in every] for d in every])
     across = np.where(host[:, None] == host[None, :], 0, sent).sum(axis=1)
     return np.array([across[host == h].sum() for h in range(hosts)])
 

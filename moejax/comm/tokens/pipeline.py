@@ -252,7 +252,6 @@ def _chunk_plans(plan: DispatchPlan, chunks: int) -> list[DispatchPlan]:
 
 
 def _tag(tree: Any) -> Any:
-    """Tags arrays as communicated tokens, for remat policies."""
     return jax.tree.map(lambda x: checkpoint_name(x, wire.TOKEN_WIRE), tree)
 
 
