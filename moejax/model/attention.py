@@ -64,12 +64,7 @@ class Attention(nnx.Module):
         """As `__call__`; also returns the keys and values of all positions, [B, S, G, C] each."""
         q_BTHC, k_BSGC, v_BSGC = self._project(x_BtD, angles)
         y_BTHC = attention(
-            q_BTHC,
-            k_BSGC,
-            v_BSGC,
-            segment_BT,
-            implementation=self.spec.attention,
-            **self._form(),
+            q_BTHC, k_BSGC, v_BSGC, segment_BT, implementation=self.spec.attention, **self._form()
         )
         return self._leave(y_BTHC), (k_BSGC, v_BSGC)
 
@@ -78,10 +73,7 @@ class Attention(nnx.Module):
         return self._project(x_BtD, angles)[1:]
 
     def in_slice(
-        self,
-        x_BtD: Float[Array, "B t D"],
-        angles: Angles,
-        attend: Callable[..., jax.Array],
+        self, x_BtD: Float[Array, "B t D"], angles: Angles, attend: Callable[..., jax.Array]
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
         """As `__call__`, for a part of the positions of the sequences.
 

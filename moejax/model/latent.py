@@ -83,10 +83,7 @@ class LatentAttention(nnx.Module):
         return self._keys(self._project(x_BtD, angles), angles)
 
     def in_slice(
-        self,
-        x_BtD: Float[Array, "B t D"],
-        angles: Angles,
-        attend: Callable[..., jax.Array],
+        self, x_BtD: Float[Array, "B t D"], angles: Angles, attend: Callable[..., jax.Array]
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
         """As `Attention.in_slice`; keys and values are kept expanded."""
         projected = self._project(x_BtD, angles)

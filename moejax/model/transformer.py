@@ -67,10 +67,7 @@ class Transformer(nnx.Module):
         )
 
     def __call__(
-        self,
-        token_BT: Int[Array, "B T"],
-        segment_BT: Int[Array, "B T"],
-        noise: Noise | None = None,
+        self, token_BT: Int[Array, "B T"], segment_BT: Int[Array, "B T"], noise: Noise | None = None
     ) -> tuple[Float[Array, "B T D"], Weight, MoEStats | None]:
         """Returns the final hidden states at all positions, the output projection, and statistics.
 
@@ -86,10 +83,7 @@ class Transformer(nnx.Module):
         return x_BTD, hidden.weights[1], _joined(hidden.stats)
 
     def look_ahead(
-        self,
-        token_BT: Int[Array, "B T"],
-        segment_BT: Int[Array, "B T"],
-        noise: Noise | None = None,
+        self, token_BT: Int[Array, "B T"], segment_BT: Int[Array, "B T"], noise: Noise | None = None
     ) -> Ahead:
         """Runs the module for multi-token prediction too; its experts are the last in `stats`."""
         hidden, module = self._run(token_BT, segment_BT, noise), self.predict_ahead

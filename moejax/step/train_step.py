@@ -25,13 +25,7 @@ from moejax.runtime.compiler import Options, compiler_options, known_options
 from moejax.step import forward
 from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
 from moejax.step.loss import LossParts
-from moejax.step.model import (
-    ModelDef,
-    build_spec,
-    describe_model,
-    layouts_of,
-    parameter_sizes,
-)
+from moejax.step.model import ModelDef, build_spec, describe_model, layouts_of, parameter_sizes
 from moejax.step.optimizer import Optimizer
 from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.pipeline import forward as staged_forward

@@ -68,10 +68,7 @@ def compiled(mesh_config, route, K, letters=DIMS[:2], **options):
 
     def device(x_ND, weight_NK, expert_NK, params, dy_ND):
         y_ND, pull = jax.vjp(
-            lambda x, weight, params: forward(x, weight, expert_NK, params),
-            x_ND,
-            weight_NK,
-            params,
+            lambda x, weight, params: forward(x, weight, expert_NK, params), x_ND, weight_NK, params
         )
         # What ranks hold copies of counts once: each takes a share of the cotangent.
         dx, dweight, dparams = pull(dy_ND / copies)
