@@ -55,17 +55,11 @@ def later(*values):
         later((2, 4, 1, 1), 4, {ACROSS: "step"}, PARTS),
         later((1, 4, 2, 1), 2, {ACROSS: "use"}, {"train.reduction_bytes": 2000}),
         later((1, 4, 2, 1), 2, {ACROSS: "step", DENSE: "step"}, {}),
-        later((1, 4, 1, 2), 2, {ACROSS: "passes"}, {"mesh.activations": "replicated"}),
         later((1, 8, 1, 1), 4, {ACROSS: "step"}, {"lora.rank": 4}),
-        later((1, 4, 2, 1), 2, {ACROSS: "passes"}, {"lora.rank": 4}),
         later((1, 4, 1, 1), 4, {ACROSS: "use"}, {"mesh.stage": 2, **PARTS}),
         ((2, 1, 2, 2), 1, {DENSE: "step"}, {"model.tie_embeddings": True}),
-        later((1, 2, 2, 2), 1, {DENSE: "step"}, {"model.scan_layers": False, **PARTS}),
         later((2, 2, 1, 2), 1, {DENSE: "step"}, {"model.tie_embeddings": True, **PARTS}),
         ((1, 1, 2, 1), 1, {"model.remat": "full"}, {}),
-        later((1, 1, 2, 1), 1, {"model.remat": "token_collectives"}, {}),
-        later((1, 1, 2, 1), 1, {"model.remat": "attention"}, {}),
-        later((1, 1, 2, 1), 1, {"model.remat": "experts"}, {}),
     ],
 )
 def test_when_weights_cross_and_what_is_kept_change_no_gradient(mesh, nodes, setting, others):

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.comm.weights.adapters import Adapter
-from moejax.comm.weights.shard import Fields, Shard, attach, detach, without
+from moejax.comm.weights.shard import Fields, attach, detach, without
 
 WEIGHTS = {"norm": jnp.ones(2), "w": jnp.ones((2, 3))}
 OF_W = {
@@ -25,15 +25,6 @@ def test_a_weight_with_nothing_beside_it_stays_an_array():
     assert attached["norm"] is WEIGHTS["norm"]
     assert attached["w"].weight is WEIGHTS["w"]
     assert attached["w"].adapter is OF_W["adapters"]
-
-
-@pytest.mark.parametrize("name", OF_W)
-def test_a_field_that_is_none_is_no_leaf(name):
-    shard = attach(WEIGHTS, **beside(name))["w"]
-    assert [x.size for x in jax.tree.leaves(shard)] == [
-        x.size for x in jax.tree.leaves((WEIGHTS["w"], OF_W[name]))
-    ]
-    assert len(jax.tree.leaves(Shard(WEIGHTS["w"]))) == 1
 
 
 @pytest.mark.parametrize("order", [list(OF_W), list(reversed(OF_W))])
