@@ -253,7 +253,7 @@ class Transformer(nnx.Module):
             part = (jnp.arange(repeats), stacked)
             if plain_repeats:
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
-            part = without(part, ["residual"]) if stop == plain_repeats else part
+            part = without(part, "residual") if stop == plain_repeats else part
             unroll = 1 if self.cfg.scan_layers else stop - start
             x_BtD, part_stats = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
             stats.append(part_stats)
