@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
@@ -142,17 +140,6 @@ def test_no_number_of_tokens_goes_token_by_token(tokens, chunk_tokens):
         assert fewest <= count == scan.params["length"] < 2 * fewest
         assert rows <= chunk_tokens
         assert tokens <= count * rows < tokens + fewest
-
-
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(
-    st.integers(1, 3), st.integers(1, 7), st.integers(1, 4), st.integers(2, 9), st.integers(1, 30)
-)
-def test_any_size_and_chunk_gives_the_sum_of_log_softmax(b, t, d, v, chunk_tokens):
-    case = random_case(b * t * d * v, (b, t, d, v))
-    # Gradients of single targets may cancel: the bound is of what was added, not of the sum.
-    assert_close(sharded(1, chunk_tokens)(*case), wanted(*case), terms=32 * b * t * v)
 
 
 @pytest.mark.parametrize("tensor", [1, 8])
