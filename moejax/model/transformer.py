@@ -4,6 +4,7 @@ Per device, inside shard_map. Modules hold this device's shards of the parameter
 their dimensions are metadata (`dims`), from which `Layout` derives every sharding.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -139,7 +140,7 @@ class Transformer(nnx.Module):
                 noise = noise._replace(position_T=part.position_T)
             attends, angles = part.attends(segment_BT), part.angles(self.cfg)
             x_BtD, stats, own = group.in_slice(x_BtD, angles, attends, noise)
-        return x_BtD, _stacked(stats), own
+        return x_BtD, _joined(stats, jnp.stack), own
 
     def keys(self, x_BtD: Float[Array, "B t D"], part: Slice) -> list[jax.Array]:
         """Returns the last result of `in_layer`; only its shapes and dtypes count."""
@@ -183,7 +184,7 @@ class Transformer(nnx.Module):
             next_BtD = self.embedding.embed(next_BT, self.embedding.weights()[0])
             x_BtD = module.join(next_BtD, self.norm(y_BtD))
             x_BtD, stats = run(jax.tree.map(lambda x: x[0], stacked), x_BtD)
-            return enter_tensor(module.norm(x_BtD), self.spec.layout), _stacked(stats)
+            return enter_tensor(module.norm(x_BtD), self.spec.layout), _joined(stats, jnp.stack)
 
     def _angles(self, token_BT: jax.Array) -> Angles:
         return tables(token_BT.shape[1], self.cfg.rotated_channels, self.cfg.rope)
@@ -265,13 +266,6 @@ class Transformer(nnx.Module):
         return x_BtD, flat
 
 
-def _stacked(stats: list[MoEStats]) -> MoEStats | None:
-    """Returns the statistics of single expert layers, stacked in order."""
-    return jax.tree.map(lambda *blocks: jnp.stack(blocks), *stats) if stats else None
-
-
-def _joined(stats: list[MoEStats]) -> MoEStats | None:
-    """Returns the statistics of all expert layers in order."""
-    if not stats:
-        return None
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+def _joined(stats: list[MoEStats], join: Callable = jnp.concatenate) -> MoEStats | None:
+    """Returns the statistics of all expert layers in order; of single layers by `jnp.stack`."""
+    return jax.tree.map(lambda *parts: join(parts), *stats) if stats else None
