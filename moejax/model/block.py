@@ -167,13 +167,13 @@ class Share:
           form: further arguments of `sliced_attention`.
         """
         P, here = self.layout.size(self.layout.stage), wire.index(self.layout.stage)
-        every = tuple(links.gather_positions(x, self.layout) for x in (k_BTGC, v_BTGV))
+        k_BSGC, v_BSGV = (links.gather_positions(x, self.layout) for x in (k_BTGC, v_BTGV))
         parts = links.parts_per_share(self.layout)
         cut = [jnp.split(x, parts, axis=1) for x in (q_BTHC, k_BTGC, v_BTGV)]
         results = [
             sliced_attention(
                 *own,
-                past=every,
+                past=(k_BSGC, v_BSGV),
                 segment_BS=self.segment_BS,
                 number=n * P + here,
                 numbers=range(n * P, (n + 1) * P),

@@ -104,13 +104,13 @@ class MoE(nnx.Module):
 
     def weights(self) -> MoEWeights:
         """The weights as this device computes with them."""
-        router_DE, biases = gather_float32(self.w_router, self.spec), (None, None)
+        router_DE, b_in, b_out = gather_float32(self.w_router, self.spec), None, None
         (w_in, in_adapter), (w_out, out_adapter) = (
             _parts(gather_weight(w, self.spec)) for w in (self.w_in, self.w_out)
         )
         if self.moe.expert_bias:
-            biases = tuple(gather_float32(b, self.spec) for b in (self.b_in, self.b_out))
-        return MoEWeights(router_DE, Weights(w_in, w_out, *biases, in_adapter, out_adapter))
+            b_in, b_out = (gather_float32(b, self.spec) for b in (self.b_in, self.b_out))
+        return MoEWeights(router_DE, Weights(w_in, w_out, b_in, b_out, in_adapter, out_adapter))
 
     def __call__(
         self, h_BtD: Float[Array, "B t D"], weights: MoEWeights, noise: router.Noise | None = None
