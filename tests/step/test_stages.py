@@ -522,15 +522,17 @@ def test_feedback_between_stages_makes_gradients_of_weights_worse(codec):
 
     Weights' gradients are sums over micro-batches of x^T dy; rounding has mean zero without it.
     """
-    x_MBtD, dy_MBtD = np.random.default_rng(0).normal(size=(2, 16, 2, 16, 32)).astype(np.float32)
+    x_MBtD, dy_MBtD = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 2, 16, 32)), "f4")
     off = {}
     for flag in ("", "+feedback"):
-        link = link_between_nodes(codec + flag, jnp.asarray(dy_MBtD[0]))
+        link = link_between_nodes(codec + flag, dy_MBtD[0])
         arrived, error = [], link.first_error(dy_MBtD[0])
         for dy_BtD in dy_MBtD:
-            encoded, error = link.encode(jnp.asarray(dy_BtD), error, jnp.bool_(True))
+            encoded, error = link.encode(dy_BtD, error, jnp.bool_(True))
             arrived.append(link.decode(encoded, jnp.float32))
-        off[flag] = np.linalg.norm(np.einsum("mbtd,mbte->de", x_MBtD, np.stack(arrived) - dy_MBtD))
+        off[flag] = np.linalg.norm(
+            jnp.einsum("mbtd,mbte->de", x_MBtD, jnp.stack(arrived) - dy_MBtD)
+        )
     assert 1.25 < off["+feedback"] / off[""] < 1.5
 
 
