@@ -199,8 +199,9 @@ class LeadingInputs:
             return (add(sums[0], gradient), jax.tree.map(jnp.add, sums[1], parts)), None
 
         parts = jax.eval_shape(staged.leading_with_loss, weights, jnp.int32(0))[1]
+        none = zeros_of(parts)
         local = jnp.arange(staged.local_micro_batches), gradients.arrived_JBtD
-        (sums, parts), _ = lax.scan(add_one, (sums_like(weights), zeros_of(parts)), local)
+        (sums, parts), _ = lax.scan(add_one, (sums_like(weights), none), local)
         return replace_part(sums_like(trained), sums), parts
 
 
