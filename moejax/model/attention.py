@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,26 +63,15 @@ class Attention(nnx.Module):
         self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
         """As `__call__`; also returns the keys and values of all positions, [B, S, G, C] each."""
-        q_BTHC, k_BSGC, v_BSGC = self._project(x_BtD, angles)
-        y_BTHC = attention(
-            q_BTHC,
-            k_BSGC,
-            v_BSGC,
-            segment_BT,
-            implementation=self.spec.attention,
-            **self._form(),
-        )
-        return self._leave(y_BTHC), (k_BSGC, v_BSGC)
+        attend = partial(attention, segment_BS=segment_BT, implementation=self.spec.attention)
+        return self._attend(x_BtD, angles, attend)
 
     def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
         """Returns the keys and values of these positions, [B, T, G, C] each."""
         return self._project(x_BtD, angles)[1:]
 
     def in_slice(
-        self,
-        x_BtD: Float[Array, "B t D"],
-        angles: Angles,
-        attend: Callable[..., jax.Array],
+        self, x_BtD: Float[Array, "B t D"], angles: Angles, attend: Callable[..., jax.Array]
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
         """As `__call__`, for a part of the positions of the sequences.
 
@@ -91,10 +81,12 @@ class Attention(nnx.Module):
         Returns:
           The result of `__call__`, and the keys and values of these positions.
         """
-        q_BTHC, k_BTGC, v_BTGC = self._project(x_BtD, angles)
-        implementation = self.spec.sliced_attention
-        y_BTHC = attend(q_BTHC, k_BTGC, v_BTGC, implementation=implementation, **self._form())
-        return self._leave(y_BTHC), (k_BTGC, v_BTGC)
+        attend = partial(attend, implementation=self.spec.sliced_attention)
+        return self._attend(x_BtD, angles, attend)
+
+    def _attend(self, x_BtD: jax.Array, angles: Angles, attend: Callable[..., jax.Array]) -> Any:
+        q_BTHC, k_BSGC, v_BSGC = self._project(x_BtD, angles)
+        return self._leave(attend(q_BTHC, k_BSGC, v_BSGC, **self._form())), (k_BSGC, v_BSGC)
 
     def decode(
         self,

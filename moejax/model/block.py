@@ -3,7 +3,8 @@
 Per device, inside shard_map.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.annotations import Array, Float
+from moejax.annotations import Array, Float, Int
+from moejax.comm import links, wire
 from moejax.comm.weights.gather import replicated_weight
 from moejax.config.pattern import BlockKind
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.kernels.attention.sliced_attention import sliced_attention
 from moejax.kernels.kept import ATTENDED
+from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
@@ -50,17 +53,6 @@ class Block(nnx.Module):
             if kind.mlp == "moe" and moe.shared_gate
             else None
         )
-
-    def __call__(
-        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
-    ) -> tuple[jax.Array, MoEStats | None]:
-        """Returns the new residual stream and the statistics of the experts."""
-
-        def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, None]:
-            return attention(h_BtD, segment_BT, angles), None
-
-        x_BtD, stats, _ = self.run(x_BtD, attend, noise)
-        return x_BtD, stats
 
     def run(
         self, x_BtD: jax.Array, attend: Attend, noise: Noise | None = None
@@ -139,6 +131,59 @@ class Slice(NamedTuple):
         ]
 
 
+@dataclass(frozen=True)
+class Share:
+    """A stage's share of each sequence's positions in a loss step (`Link.scatter_positions`).
+
+    A block that runs there attends from a share: its queries stay, and keys and values of all
+    positions are gathered over the stages.
+
+    Attributes:
+      layout: layout with the stages.
+      segment_BS: document of each position of the sequences.
+    """
+
+    layout: Layout
+    segment_BS: Int[Array, "B S"]
+
+    @property
+    def position_T(self) -> Int[Array, " T"]:
+        """Its positions in the sequence."""
+        position_S = jnp.arange(self.segment_BS.shape[1])
+        return links.share_of_positions(position_S[None], self.layout)[0]
+
+    def attend(
+        self,
+        q_BTHC: Float[Array, "B T H C"],
+        k_BTGC: Float[Array, "B T G C"],
+        v_BTGV: Float[Array, "B T G V"],
+        **form: Any,
+    ) -> Float[Array, "B T H V"]:
+        """Returns the result of `attention` for the queries of this share.
+
+        Wire: keys and values of each stage, gathered.
+
+        Args:
+          form: further arguments of `sliced_attention`.
+        """
+        P, here = self.layout.size(self.layout.stage), wire.index(self.layout.stage)
+        k_BSGC, v_BSGV = (links.gather_positions(x, self.layout) for x in (k_BTGC, v_BTGV))
+        parts = links.parts_per_share(self.layout)
+        cut = [jnp.split(x, parts, axis=1) for x in (q_BTHC, k_BTGC, v_BTGV)]
+        results = [
+            sliced_attention(
+                *own,
+                past=(k_BSGC, v_BSGV),
+                segment_BS=self.segment_BS,
+                number=n * P + here,
+                numbers=range(n * P, (n + 1) * P),
+                **form,
+            )
+            for n, own in enumerate(zip(*cut, strict=True))
+        ]
+        return jnp.concatenate(results, axis=1)
+
+
 class Pattern(nnx.Module):
     """The blocks of one repeat of a layer group."""
 
@@ -156,12 +201,11 @@ class Pattern(nnx.Module):
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats]]:
         """Runs the blocks in order; returns the statistics of each expert block."""
-        stats = []
-        for index, block in enumerate(self.blocks):
-            block_noise = None if noise is None else noise.of(index)
-            x_BtD, block_stats = block(x_BtD, segment_BT, angles, block_noise)
-            stats += [] if block_stats is None else [block_stats]
-        return x_BtD, stats
+
+        def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, Any]:
+            return attention(h_BtD, segment_BT, angles), ()
+
+        return _run_blocks(self.blocks, x_BtD, [attend] * len(self.blocks), noise)[:2]
 
     def in_slice(
         self, x_BtD: jax.Array, angles: Angles, attends: list[Any], noise: Noise | None
@@ -171,14 +215,20 @@ class Pattern(nnx.Module):
         Args:
           attends: for each block, `attend` of `Attention.in_slice`.
         """
-        stats, own = [], []
-        for index, (block, form) in enumerate(zip(self.blocks, attends, strict=True)):
 
-            def attend(attention: Any, h_BtD: jax.Array, form: Any = form) -> tuple[jax.Array, Any]:
-                return attention.in_slice(h_BtD, angles, form)
+        def in_slice(form: Any) -> Attend:
+            return lambda attention, h_BtD: attention.in_slice(h_BtD, angles, form)
 
-            block_noise = None if noise is None else noise.of(index)
-            x_BtD, block_stats, kept = block.run(x_BtD, attend, block_noise)
-            stats += [] if block_stats is None else [block_stats]
-            own += kept
-        return x_BtD, stats, own
+        return _run_blocks(self.blocks, x_BtD, list(map(in_slice, attends)), noise)
+
+
+def _run_blocks(
+    blocks: Sequence[Block], x_BtD: jax.Array, attends: list[Attend], noise: Noise | None
+) -> tuple[jax.Array, list[MoEStats], list[jax.Array]]:
+    stats, own = [], []
+    for index, (block, attend) in enumerate(zip(blocks, attends, strict=True)):
+        block_noise = None if noise is None else noise.of(index)
+        x_BtD, block_stats, kept = block.run(x_BtD, attend, block_noise)
+        stats += [] if block_stats is None else [block_stats]
+        own += kept
+    return x_BtD, stats, own

@@ -6,6 +6,7 @@ decoding attends in the latent. One key of R channels that rotate is shared by a
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -83,23 +84,13 @@ class LatentAttention(nnx.Module):
         return self._keys(self._project(x_BtD, angles), angles)
 
     def in_slice(
-        self,
-        x_BtD: Float[Array, "B t D"],
-        angles: Angles,
-        attend: Callable[..., jax.Array],
+        self, x_BtD: Float[Array, "B t D"], angles: Angles, attend: Callable[..., jax.Array]
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
         """As `Attention.in_slice`; keys and values are kept expanded."""
         projected = self._project(x_BtD, angles)
-        k_BTHC, v_BTHV = self._keys(projected, angles)
-        y_BTHV = attend(
-            projected.q_BTHC,
-            k_BTHC,
-            v_BTHV,
-            window=self.window,
-            scale=self._scale,
-            implementation=self.spec.sliced_attention,
-        )
-        return project_from_heads(y_BTHV, self.w_o, self.spec), (k_BTHC, v_BTHV)
+        keys_values = self._keys(projected, angles)
+        attend = partial(attend, implementation=self.spec.sliced_attention)
+        return self._attend(projected, keys_values, attend), keys_values
 
     def decode(
         self,
@@ -141,7 +132,7 @@ class LatentAttention(nnx.Module):
     def _scale(self) -> float:
         return score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width)
 
-    def _project(self, x_BtD: jax.Array, angles: Angles) -> "Projected":
+    def _project(self, x_BtD: jax.Array, angles: Angles) -> Projected:
         """Returns rotated queries, and the sources of keys and values, at all positions."""
         parts = (self._query_source(x_BtD), *self._key_value_source(x_BtD))
         q_BTZ, latent_BTZ, rotated_BTR = enter_tensor_together(parts, self.spec.layout)
@@ -149,19 +140,18 @@ class LatentAttention(nnx.Module):
         q_BTHC = rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles)
         return Projected(q_BTHC, latent_BTZ, rotated_BTR)
 
-    def _expand(self, projected: "Projected", segment_BT: jax.Array, angles: Angles) -> jax.Array:
+    def _expand(self, projected: Projected, segment_BT: jax.Array, angles: Angles) -> jax.Array:
         """Expands keys and values for every head, and attends."""
-        y_BTHC = attention(
-            projected.q_BTHC,
-            *self._keys(projected, angles),
-            segment_BT,
-            window=self.window,
-            scale=self._scale,
-            implementation=self.spec.attention,
-        )
-        return project_from_heads(y_BTHC, self.w_o, self.spec)
+        attend = partial(attention, segment_BS=segment_BT, implementation=self.spec.attention)
+        return self._attend(projected, self._keys(projected, angles), attend)
 
-    def _keys(self, projected: "Projected", angles: Angles) -> tuple[jax.Array, jax.Array]:
+    def _attend(
+        self, projected: Projected, keys_values: tuple[jax.Array, jax.Array], attend: Callable
+    ) -> jax.Array:
+        y_BTHV = attend(projected.q_BTHC, *keys_values, window=self.window, scale=self._scale)
+        return project_from_heads(y_BTHV, self.w_o, self.spec)
+
+    def _keys(self, projected: Projected, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Expands keys, rotated, and values for every head."""
         expanded_BSHC = project_to_heads(projected.latent_BTZ, self.w_ukv, self.spec)
         k_BSHC, v_BSHV = split_last(expanded_BSHC, self.cfg.value_channels)

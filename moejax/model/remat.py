@@ -53,7 +53,7 @@ def in_turn(repeat: Callable, x_BtD: jax.Array, scanned: tuple[jax.Array, Any]) 
     fields = detach(state)
     # Frozen and gathered weights have no gradient, which the tie would make zeros of their size.
     if not jax.tree.leaves(fields.adapter):
-        x_BtD, state = _tie_gradients(x_BtD, without(state, ["gathered"]))
+        x_BtD, state = _tie_gradients(x_BtD, without(state, "gathered"))
         state = attach(state, gathered=fields.gathered)
     return repeat(x_BtD, (layer, state))
 

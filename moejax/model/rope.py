@@ -39,7 +39,6 @@ def score_factor(cfg: RopeConfig) -> float:
 
 
 def _yarn_factor(cfg: RopeConfig) -> float:
-    """The factor of cos and sin under yarn."""
     if cfg.attention_factor is not None:
         return cfg.attention_factor
     if cfg.mscale is None or cfg.mscale_all_dim is None:

@@ -4,6 +4,7 @@ Per device, inside shard_map. Modules hold this device's shards of the parameter
 their dimensions are metadata (`dims`), from which `Layout` derives every sharding.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +20,10 @@ from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
-from moejax.model.block import Pattern, Slice
+from moejax.model.block import Pattern, Share, Slice
 from moejax.model.layers import Embedding, RMSNorm
 from moejax.model.remat import in_turn, remat_policy
 from moejax.model.rope import Angles, angles_at, tables
-from moejax.model.share import Share
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 
@@ -68,10 +68,7 @@ class Transformer(nnx.Module):
         )
 
     def __call__(
-        self,
-        token_BT: Int[Array, "B T"],
-        segment_BT: Int[Array, "B T"],
-        noise: Noise | None = None,
+        self, token_BT: Int[Array, "B T"], segment_BT: Int[Array, "B T"], noise: Noise | None = None
     ) -> tuple[Float[Array, "B T D"], Weight, MoEStats | None]:
         """Returns the final hidden states at all positions, the output projection, and statistics.
 
@@ -87,10 +84,7 @@ class Transformer(nnx.Module):
         return x_BTD, hidden.weights[1], _joined(hidden.stats)
 
     def look_ahead(
-        self,
-        token_BT: Int[Array, "B T"],
-        segment_BT: Int[Array, "B T"],
-        noise: Noise | None = None,
+        self, token_BT: Int[Array, "B T"], segment_BT: Int[Array, "B T"], noise: Noise | None = None
     ) -> Ahead:
         """Runs the module for multi-token prediction too; its experts are the last in `stats`."""
         hidden, module = self._run(token_BT, segment_BT, noise), self.predict_ahead
@@ -146,7 +140,7 @@ class Transformer(nnx.Module):
                 noise = noise._replace(position_T=part.position_T)
             attends, angles = part.attends(segment_BT), part.angles(self.cfg)
             x_BtD, stats, own = group.in_slice(x_BtD, angles, attends, noise)
-        return x_BtD, _stacked(stats), own
+        return x_BtD, _joined(stats, jnp.stack), own
 
     def keys(self, x_BtD: Float[Array, "B t D"], part: Slice) -> list[jax.Array]:
         """Returns the last result of `in_layer`; only its shapes and dtypes count."""
@@ -190,13 +184,12 @@ class Transformer(nnx.Module):
             next_BtD = self.embedding.embed(next_BT, self.embedding.weights()[0])
             x_BtD = module.join(next_BtD, self.norm(y_BtD))
             x_BtD, stats = run(jax.tree.map(lambda x: x[0], stacked), x_BtD)
-            return enter_tensor(module.norm(x_BtD), self.spec.layout), _stacked(stats)
+            return enter_tensor(module.norm(x_BtD), self.spec.layout), _joined(stats, jnp.stack)
 
     def _angles(self, token_BT: jax.Array) -> Angles:
         return tables(token_BT.shape[1], self.cfg.rotated_channels, self.cfg.rope)
 
     def _run(self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None) -> Hidden:
-        """Takes tokens through embedding, blocks and final norm."""
         angles = self._angles(token_BT)
         with jax.named_scope("embed"):
             weights = self.embedding.weights()
@@ -261,7 +254,7 @@ class Transformer(nnx.Module):
             part = (jnp.arange(repeats), stacked)
             if plain_repeats:
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
-            part = without(part, ["residual"]) if stop == plain_repeats else part
+            part = without(part, "residual") if stop == plain_repeats else part
             unroll = 1 if self.cfg.scan_layers else stop - start
             x_BtD, part_stats = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
             stats.append(part_stats)
@@ -273,13 +266,6 @@ class Transformer(nnx.Module):
         return x_BtD, flat
 
 
-def _stacked(stats: list[MoEStats]) -> MoEStats | None:
-    """Returns the statistics of single expert layers, stacked in order."""
-    return jax.tree.map(lambda *blocks: jnp.stack(blocks), *stats) if stats else None
-
-
-def _joined(stats: list[MoEStats]) -> MoEStats | None:
-    """Returns the statistics of all expert layers in order."""
-    if not stats:
-        return None
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+def _joined(stats: list[MoEStats], join: Callable = jnp.concatenate) -> MoEStats | None:
+    """Returns the statistics of all expert layers in order; of single layers by `jnp.stack`."""
+    return jax.tree.map(lambda *parts: join(parts), *stats) if stats else None

@@ -1,6 +1,5 @@
 """The expert layer.
 
 Read in this order: `layer` (its forward, step by step), `router`, `dispatch` (experts along a
-route, and overflow rounds), `sizes` (static sizes of buckets). `reference` is the layer on one
-device, for tests.
+route, and overflow rounds), `sizes` (static sizes of buckets).
 """

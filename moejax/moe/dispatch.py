@@ -11,7 +11,6 @@ sorted by expert, e experts on this device, U gate and up (2), F hidden width.
 """
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -78,29 +77,27 @@ def moe_ffn(
     layout, route, E = spec.layout, spec.route, moe.num_experts
     trained, frozen = _with_bias_once(weights, layout).split()
     operands, sizes = (x_ND, weight_NK, trained), usual_sizes(route, layout, moe, tokens=len(x_ND))
-    run = partial(_on_route, route, sizes, moe=moe, spec=spec, limit=limit)
-    need = None
+    layer, need = _Layer(moe, spec, limit), None
     with jax.named_scope("routing"):
         if route.trim:
             need = needed(expert_NK, route, layout, num_experts=E)
             need = jnp.minimum(need, jnp.array((*sizes.rows, sizes.expert_rows)[: len(need)]))
     if sizes.certain:
-        y_ND = run(operands, Others(expert_NK, frozen, filled=need))
+        y_ND = layer.on_route(route, sizes, operands, Others(expert_NK, frozen, filled=need))
         return y_ND, Overflow(jnp.zeros(expert_NK.shape, bool), jnp.zeros((), jnp.int32))
     with jax.named_scope("routing"):
         fits = fitting(expert_NK, route, layout, sizes, num_experts=E)
         first_NK = jnp.where(fits.first_NK, expert_NK, E)
         # Kept for backward, which would ask other devices again for the choices that fit.
         rest_NK = checkpoint_name(jnp.where(fits.all_NK, E, expert_NK), PLACES)
-        rounds = _Rounds(moe, spec, limit)
-        count = checkpoint_name(rounds.count(rest_NK), PLACES)
+        count = checkpoint_name(layer.count_rounds(rest_NK), PLACES)
     kept_NK = fits.all_NK if route.merges or len(route.exchanges) > 1 else None
 
     def run_usual(operands: Any, integers: tuple[Others, Others]) -> jax.Array:
-        return run(operands, integers[0])
+        return layer.on_route(route, sizes, operands, integers[0])
 
     def run_round(r: jax.Array, operands: Any, integers: tuple[Others, Others]) -> jax.Array:
-        return rounds.run(r, operands, integers[1])
+        return layer.run_round(r, operands, integers[1])
 
     both = Others(first_NK, frozen, kept_NK, need), Others(rest_NK, frozen)
     return with_rounds(run_usual, run_round, count, operands, both), Overflow(rest_NK < E, count)
@@ -123,39 +120,59 @@ def _with_bias_once(weights: Weights, layout: Layout) -> Weights:
     return weights._replace(b_out=jnp.where(wire.index(layout.tensor) == 0, weights.b_out, 0))
 
 
-class _Rounds:
-    """Overflow rounds of one layer: small buckets on the plain form of its route."""
+class _Layer(NamedTuple):
+    """A layer's exchanges: on its route, and in overflow rounds on the plain form of its route."""
 
-    def __init__(self, moe: MoEConfig, spec: StepSpec, limit: float | None):
-        self.moe, self.spec, self.limit = moe, spec, limit
-        self.route = plain_route(spec.route, spec.layout)
-        self.peers = self.route.exchanges[0].peers(spec.layout)
+    moe: MoEConfig
+    spec: StepSpec
+    limit: float | None
 
-    def sizes(self, tokens: int) -> Sizes:
-        """Buckets of a round; `lax.cond` reserves their memory in backward, so they are small."""
-        tokens = -(-tokens // ROUND_SHARE)
-        return usual_sizes(self.route, self.spec.layout, self.moe, tokens=tokens)
+    def on_route(
+        self,
+        route: Route,
+        sizes: Sizes,
+        operands: tuple[jax.Array, jax.Array, Weights],
+        others: Others,
+    ) -> jax.Array:
+        """Dispatch, experts and combine along one route whose buckets hold all choices."""
+        (x_ND, weight_NK, trained), frozen, spec = operands, others.frozen, self.spec
+        here = trained.joined(frozen).w_in.shape[0]
+        experts = _experts(route, sizes, experts_here=here, kernel=spec.experts, limit=self.limit)
+        with jax.named_scope("dispatch"):
+            plan = plan_dispatch(
+                others.expert_NK,
+                route,
+                spec.layout,
+                num_experts=self.moe.num_experts,
+                rows=sizes.rows,
+                kept_NK=others.kept_NK,
+                filled=others.filled,
+            )
+        settings = route, spec.layout, experts, spec.barriers
+        return dispatch_compute_combine(*settings, x_ND, weight_NK, trained, frozen, plan)
 
-    def _ranked(self, rest_NK: jax.Array) -> Ranked:
-        peer_NK = rest_NK // (self.moe.num_experts // self.peers)
-        return rank_items(peer_NK, peers=self.peers, merge=False)
+    def _rounds(self, rest_NK: jax.Array) -> tuple[Route, Sizes, Ranked]:
+        """The route of rounds, with small buckets: `lax.cond` reserves their memory in backward."""
+        route, layout = plain_route(self.spec.route, self.spec.layout), self.spec.layout
+        peers, tokens = route.exchanges[0].peers(layout), -(-len(rest_NK) // ROUND_SHARE)
+        ranked = rank_items(rest_NK // (self.moe.num_experts // peers), peers=peers, merge=False)
+        return route, usual_sizes(route, layout, self.moe, tokens=tokens), ranked
 
-    def count(self, rest_NK: jax.Array) -> jax.Array:
+    def count_rounds(self, rest_NK: jax.Array) -> jax.Array:
         """The number of rounds that these choices need, the same on every device."""
-        (rows,) = self.sizes(len(rest_NK)).rows
-        fullest = wire.all_max(jnp.max(self._ranked(rest_NK).counts_P), self.spec.layout.mesh_axes)
-        return -(-fullest // rows)
+        _, sizes, ranked = self._rounds(rest_NK)
+        fullest = wire.all_max(jnp.max(ranked.counts_P), self.spec.layout.mesh_axes)
+        return -(-fullest // sizes.rows[0])
 
-    def run(self, r: jax.Array, operands: Any, others: Others) -> jax.Array:
+    def run_round(self, r: jax.Array, operands: Any, others: Others) -> jax.Array:
         """Dispatch, experts and combine of round r."""
         if not self.spec.rounds:
             return _reading_all(operands, others)
-        rest_NK, sizes = others.expert_NK, self.sizes(len(others.expert_NK))
         # In each round anew: kept for backward, the ranks would be kept of usual steps too.
-        mine_NK = self._ranked(rest_NK).rank_MK // sizes.rows[0] == r
-        now = others._replace(expert_NK=jnp.where(mine_NK, rest_NK, self.moe.num_experts))
-        chosen = {"moe": self.moe, "spec": self.spec, "limit": self.limit}
-        return _on_route(self.route, sizes, operands, now, **chosen)
+        route, sizes, ranked = self._rounds(others.expert_NK)
+        mine_NK = ranked.rank_MK // sizes.rows[0] == r
+        now_NK = jnp.where(mine_NK, others.expert_NK, self.moe.num_experts)
+        return self.on_route(route, sizes, operands, others._replace(expert_NK=now_NK))
 
 
 def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], others: Others) -> jax.Array:
@@ -163,43 +180,6 @@ def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], others: Others)
     x_ND, *read = operands
     leaves = jax.tree.leaves((read, others))
     return x_ND * sum(map(jnp.sum, leaves), jnp.zeros(())).astype(x_ND.dtype)
-
-
-def _on_route(
-    route: Route,
-    sizes: Sizes,
-    operands: tuple[jax.Array, jax.Array, Weights],
-    others: Others,
-    *,
-    moe: MoEConfig,
-    spec: StepSpec,
-    limit: float | None,
-) -> jax.Array:
-    """Dispatch, experts and combine along one route whose buckets hold all choices."""
-    (x_ND, weight_NK, trained), frozen = operands, others.frozen
-    here = trained.joined(frozen).w_in.shape[0]
-    experts = _experts(route, sizes, experts_here=here, kernel=spec.experts, limit=limit)
-    with jax.named_scope("dispatch"):
-        plan = plan_dispatch(
-            others.expert_NK,
-            route,
-            spec.layout,
-            num_experts=moe.num_experts,
-            rows=sizes.rows,
-            kept_NK=others.kept_NK,
-            filled=others.filled,
-        )
-    return dispatch_compute_combine(
-        x_ND,
-        weight_NK,
-        trained,
-        frozen,
-        plan,
-        route=route,
-        layout=spec.layout,
-        experts=experts,
-        barriers=spec.barriers,
-    )
 
 
 def _experts(

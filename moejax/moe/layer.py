@@ -74,25 +74,13 @@ class MoEStats(NamedTuple):
 
 
 class MoEWeights(NamedTuple):
-    """Weights gathered over fsdp, in the dtype of their product; biases in float32, or none."""
+    """Weights gathered over fsdp, in the dtype of their product; router and biases in float32."""
 
     router_DE: Float[Array, "D E"]
-    in_eDUF: Weight
-    out_eFD: Weight
-    bias_in_eUF: Float[Array, "e 2 F"] | None = None
-    bias_out_eD: Float[Array, "e D"] | None = None
-
-    @property
-    def experts(self) -> Weights:
-        """The weights of the experts."""
-        parts = [_parts(w) for w in (self.in_eDUF, self.out_eFD)]
-        (w_in, in_factors), (w_out, out_factors) = parts
-        biases = self.bias_in_eUF, self.bias_out_eD
-        return Weights(w_in, w_out, *biases, in_factors, out_factors)
+    experts: Weights
 
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
-    """Returns a weight and the factors of its adapter."""
     return (w.weight, Factors(*w.adapter)) if isinstance(w, AdaptedWeight) else (w, None)
 
 
@@ -116,22 +104,16 @@ class MoE(nnx.Module):
 
     def weights(self) -> MoEWeights:
         """The weights as this device computes with them."""
-        router_DE = gather_float32(self.w_router, self.spec)
-        weights = MoEWeights(
-            router_DE, gather_weight(self.w_in, self.spec), gather_weight(self.w_out, self.spec)
+        router_DE, b_in, b_out = gather_float32(self.w_router, self.spec), None, None
+        (w_in, in_adapter), (w_out, out_adapter) = (
+            _parts(gather_weight(w, self.spec)) for w in (self.w_in, self.w_out)
         )
-        if not self.moe.expert_bias:
-            return weights
-        return weights._replace(
-            bias_in_eUF=gather_float32(self.b_in, self.spec),
-            bias_out_eD=gather_float32(self.b_out, self.spec),
-        )
+        if self.moe.expert_bias:
+            b_in, b_out = (gather_float32(b, self.spec) for b in (self.b_in, self.b_out))
+        return MoEWeights(router_DE, Weights(w_in, w_out, b_in, b_out, in_adapter, out_adapter))
 
     def __call__(
-        self,
-        h_BtD: Float[Array, "B t D"],
-        weights: MoEWeights,
-        noise: router.Noise | None = None,
+        self, h_BtD: Float[Array, "B t D"], weights: MoEWeights, noise: router.Noise | None = None
     ) -> tuple[Float[Array, "B t D"], MoEStats]:
         """Takes and returns activations in the layout between blocks (`comm.activations`).
 
@@ -152,13 +134,7 @@ class MoE(nnx.Module):
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
         y_ND, overflow = moe_ffn(
-            x_ND,
-            routing.weight_NK,
-            expert_NK,
-            weights.experts,
-            moe,
-            self.spec,
-            limit=self.clamp,
+            x_ND, routing.weight_NK, expert_NK, weights.experts, moe, self.spec, limit=self.clamp
         )
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:
@@ -178,7 +154,6 @@ class MoE(nnx.Module):
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None
     ) -> Float[Array, "N E"]:
-        """Router logits of each token, in float32."""
         t = x_BtD.shape[1]
         if noise is not None:
             replicated = self.spec.route.replicated

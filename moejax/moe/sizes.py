@@ -11,6 +11,7 @@ the experts' rows.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from moejax.comm.tokens.buckets import rank_items
 from moejax.comm.tokens.swap import PIECES
 from moejax.config.schema import MoEConfig
 from moejax.layout.layout import Axes, Layout
-from moejax.layout.route import Route
+from moejax.layout.route import Hop, Route
 
 
 class Sizes(NamedTuple):
@@ -100,12 +101,7 @@ class Fits(NamedTuple):
 
 
 def fitting(
-    expert_NK: Int[Array, "N K"],
-    route: Route,
-    layout: Layout,
-    sizes: Sizes,
-    *,
-    num_experts: int,
+    expert_NK: Int[Array, "N K"], route: Route, layout: Layout, sizes: Sizes, *, num_experts: int
 ) -> Fits:
     """Returns the choices that fit. A choice that is dropped fits nowhere.
 
@@ -113,13 +109,17 @@ def fitting(
     first. Wire: their numbers of rows for each bucket; nothing if there is one exchange and no row
     merges.
     """
-    parts, owners, passed_axes = route.parts, 1, ()
-    fits_NK, first_NK, part_NK = expert_NK < num_experts, None, jnp.zeros_like(expert_NK)
-    for hop, rows in zip(route.exchanges, sizes.rows, strict=True):
-        owners *= hop.peers(layout)
+    assert route.exchanges, "a route without exchanges holds every routing"
+    parts, fits_NK, part_NK = route.parts, expert_NK < num_experts, jnp.zeros_like(expert_NK)
+    first_NK = fits_NK
+    stops = zip(_stops(route, layout), (*sizes.rows, sizes.expert_rows), strict=False)
+    for (hop, owners, axes), rows in stops:
         now_NK = jnp.where(fits_NK, expert_NK, num_experts)
         peer_NK = jnp.minimum(now_NK // (num_experts // owners), owners)
-        if first_NK is None:
+        if hop is None:
+            fits_NK &= _held(peer_NK, part_NK, parts, owners, axes, rows)
+            continue
+        if not axes:
             by = now_NK if route.parts_by_expert else None
             ranked = rank_items(peer_NK, peers=owners, merge=hop.merge, expert_MK=by)
             held_NK = ranked.rank_MK < parts * rows
@@ -130,40 +130,15 @@ def fitting(
             item_NK = ranked.peer_MK
         else:
             item_NK = rank_items(peer_NK, peers=owners, merge=hop.merge).peer_MK
-            held_NK = _held(item_NK, part_NK, parts, owners, passed_axes, rows)
-        if hop.merge:  # later choices of a row go with the first one of their peer
-            same_NKK = peer_NK[:, :, None] == jnp.where(item_NK < owners, item_NK, -1)[:, None, :]
+            held_NK = _held(item_NK, part_NK, parts, owners, axes, rows)
+        if hop.merge:
+            same_NKK = _same_item(peer_NK, item_NK, owners)
             held_NK = jnp.any(same_NKK & held_NK[:, None, :], axis=2)
-            if first_NK is None:
+            if not axes:
                 part_NK = jnp.sum(jnp.where(same_NKK, part_NK[:, None, :], 0), axis=2)
         fits_NK &= held_NK
-        first_NK = fits_NK if first_NK is None else first_NK
-        passed_axes += hop.axes
-    if route.merges:
-        now_NK = jnp.where(fits_NK, expert_NK, num_experts)
-        peer_NK = jnp.minimum(now_NK // (num_experts // owners), owners)
-        axes = passed_axes + _gathers(route)
-        fits_NK &= _held(peer_NK, part_NK, parts, owners, axes, sizes.expert_rows)
-    assert first_NK is not None, "a route without exchanges holds every routing"
+        first_NK = first_NK if axes else fits_NK
     return Fits(first_NK, fits_NK)
-
-
-def _held(
-    peer_NK: jax.Array, part_NK: jax.Array, parts: int, peers: int, axes: Axes, rows: int
-) -> jax.Array:
-    """Returns whether items are among the first `rows` of their part and peer, over the devices."""
-    key_NK = jnp.where(peer_NK < peers, part_NK * peers + peer_NK, parts * peers)
-    ranked = rank_items(key_NK, peers=parts * peers, merge=False)
-    counts_SB = wire.all_gather(ranked.counts_P[None], axes, dim=0, tag=None)
-    earlier_S1 = (jnp.arange(wire.size(axes)) < (wire.index(axes) if axes else 0))[:, None]
-    before_B = jnp.sum(jnp.where(earlier_S1, counts_SB, 0), axis=0)
-    before_NK = before_B[jnp.minimum(key_NK, parts * peers - 1)]
-    return before_NK + ranked.rank_MK < rows
-
-
-def _gathers(route: Route) -> Axes:
-    """The mesh axes over which the route gathers rows."""
-    return tuple(axis for hop in route.hops if hop.kind == "gather" for axis in hop.axes)
 
 
 def needed(
@@ -173,35 +148,65 @@ def needed(
 
     The maximum over all parts, peers and devices. Wire: a few integers a peer, and their maximum.
     """
-    parts = route.parts
-    needs: list[jax.Array] = []
-    passed_axes: Axes = ()
-    owners, part_NK = 1, jnp.zeros_like(expert_NK)
-    for hop in route.exchanges:
-        owners *= hop.peers(layout)
+    parts, needs, part_NK = route.parts, [], jnp.zeros_like(expert_NK)
+    for hop, owners, axes in _stops(route, layout):
         peer_NK = jnp.minimum(expert_NK // (num_experts // owners), owners)
+        if hop is None:
+            needs.append(_fullest(peer_NK, part_NK, parts, owners, axes))
+            continue
         ranked = rank_items(peer_NK, peers=owners, merge=hop.merge)
         item_NK, rank_NK = ranked.peer_MK, ranked.rank_MK
-        if not needs:
-            needs.append(-(-jnp.max(ranked.counts_P) // parts))
-            # A merged row's later choices travel in the part of its first one.
-            same_NKK = peer_NK[:, :, None] == jnp.where(item_NK < owners, item_NK, -1)[:, None, :]
-            part_NK = jnp.sum(jnp.where(same_NKK, rank_NK[:, None, :], 0), axis=2) % parts
-            part_NK = part_NK if hop.merge else rank_NK % parts
-        else:
-            needs.append(_fullest(item_NK, part_NK, parts, owners, passed_axes))
-        passed_axes += hop.axes
-    if route.merges:
-        peer_NK = jnp.minimum(expert_NK // (num_experts // owners), owners)
-        axes = passed_axes + _gathers(route)
-        needs.append(_fullest(peer_NK, part_NK, parts, owners, axes))
+        if axes:
+            needs.append(_fullest(item_NK, part_NK, parts, owners, axes))
+            continue
+        needs.append(-(-jnp.max(ranked.counts_P) // parts))
+        same_NKK = _same_item(peer_NK, item_NK, owners)
+        part_NK = jnp.sum(jnp.where(same_NKK, rank_NK[:, None, :], 0), axis=2) % parts
+        part_NK = part_NK if hop.merge else rank_NK % parts
     return wire.all_max(jnp.stack(needs), layout.mesh_axes)
+
+
+def _stops(route: Route, layout: Layout) -> Iterator[tuple[Hop | None, int, Axes]]:
+    """Yields each exchange, and None for the experts if rows merge.
+
+    Beside it P, and the axes of hops before it: devices along them fill the same buckets.
+    """
+    owners, axes = 1, ()
+    for hop in route.exchanges:
+        owners *= hop.peers(layout)
+        yield hop, owners, axes
+        axes += hop.axes
+    if route.merges:
+        gathers = tuple(axis for hop in route.hops if hop.kind == "gather" for axis in hop.axes)
+        yield None, owners, axes + gathers
+
+
+def _same_item(peer_NK: jax.Array, item_NK: jax.Array, owners: int) -> jax.Array:
+    """Marks the first choice with the same peer: a merged row's other choices travel with it."""
+    return peer_NK[:, :, None] == jnp.where(item_NK < owners, item_NK, -1)[:, None, :]
+
+
+def _keys(peer_NK: jax.Array, part_NK: jax.Array, parts: int, peers: int) -> jax.Array:
+    return jnp.where(peer_NK < peers, part_NK * peers + peer_NK, parts * peers)
+
+
+def _held(
+    peer_NK: jax.Array, part_NK: jax.Array, parts: int, peers: int, axes: Axes, rows: int
+) -> jax.Array:
+    """Returns whether items are among the first `rows` of their part and peer, over the devices."""
+    key_NK = _keys(peer_NK, part_NK, parts, peers)
+    ranked = rank_items(key_NK, peers=parts * peers, merge=False)
+    counts_SB = wire.all_gather(ranked.counts_P[None], axes, dim=0, tag=None)
+    earlier_S1 = (jnp.arange(wire.size(axes)) < (wire.index(axes) if axes else 0))[:, None]
+    before_B = jnp.sum(jnp.where(earlier_S1, counts_SB, 0), axis=0)
+    before_NK = before_B[jnp.minimum(key_NK, parts * peers - 1)]
+    return before_NK + ranked.rank_MK < rows
 
 
 def _fullest(
     peer_NK: jax.Array, part_NK: jax.Array, parts: int, peers: int, axes: Axes
 ) -> jax.Array:
     """The largest count of items of a part for a peer, summed over the devices along `axes`."""
-    key_A = jnp.where(peer_NK < peers, part_NK * peers + peer_NK, parts * peers).reshape(-1)
+    key_A = _keys(peer_NK, part_NK, parts, peers).reshape(-1)
     counts = jnp.zeros((parts * peers,), jnp.int32).at[key_A].add(1, mode="drop")
     return jnp.max(wire.all_reduce(counts, axes))

@@ -111,7 +111,6 @@ def _fits(path: Path, pattern: str) -> bool:
 
 
 def _check_targets(cfg: LoraConfig, dims: Tree) -> None:
-    """Refuses patterns that fit no matrix."""
     leaves = jax.tree_util.tree_flatten_with_path(dims)[0]
     matrices = [path for path, letters in leaves if adapter_dims(letters) is not None]
     for pattern in () if cfg.targets is None else cfg.targets:
@@ -131,7 +130,6 @@ def _check_targets(cfg: LoraConfig, dims: Tree) -> None:
 
 
 def _check_rank(cfg: LoraConfig, path: Path, factors: Adapter, letters: str, param: Any) -> None:
-    """Refuses a rank above the matrix's own."""
     sizes = _sizes(letters, param)
     sides = [_side(factor, sizes) for factor in factors]
     assert cfg.rank is not None

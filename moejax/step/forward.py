@@ -32,8 +32,7 @@ def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Ar
     if micro_batches == 1:
         total, _ = add(jnp.zeros(()), batch)
     else:
-        rows = split_micro_batches(batch, micro_batches)
-        total, _ = jax.lax.scan(add, jnp.zeros(()), rows)
+        total, _ = jax.lax.scan(add, jnp.zeros(()), split_micro_batches(batch, micro_batches))
     return wire.all_reduce(total, layout.token_axes)
 
 

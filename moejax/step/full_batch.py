@@ -13,8 +13,7 @@ from moejax.comm.codecs.adaptive import choose_level
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.reduce import reduce_replicated
-from moejax.comm.weights.residuals import attach_residuals
-from moejax.comm.weights.states import sum_squared_errors
+from moejax.comm.weights.residuals import attach_residuals, sum_squared_errors
 from moejax.config.compression import GRADIENTS
 from moejax.model.ahead import targets_ahead
 from moejax.step.model import ModelDef

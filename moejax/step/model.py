@@ -9,13 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.weights.shard import attach
-from moejax.config.compression import (
-    GRADIENTS,
-    STAGES,
-    Codecs,
-    Compression,
-    build_compression,
-)
+from moejax.config.compression import GRADIENTS, STAGES, Codecs, Compression, build_compression
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError

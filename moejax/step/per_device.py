@@ -17,7 +17,6 @@ from moejax.comm.weights.residuals import detach_residuals
 from moejax.comm.weights.shard import attach
 from moejax.layout.layout import Layout
 from moejax.model.ahead import targets_ahead
-from moejax.model.transformer import Transformer
 from moejax.moe.router import Noise, update_bias
 from moejax.step.forward import split_micro_batches
 from moejax.step.full_batch import (
@@ -179,41 +178,25 @@ def _loss_of(
     """Returns this device's share of a micro-batch's loss, and its parts.
 
     Args:
-      num_targets: targets of the full batch.
       gathered: `Shard.gathered` of each weight, or None.
       params: `Shard`s, with residuals and totals.
       index: the micro-batch, counted from zero.
-      rows: this device's rows of the micro-batch.
     """
-    layout, cfg = model.layout, model.cfg
+    cfg, num_rows, frozen, ahead = model.cfg, len(rows.token_BT), state.frozen, None
     # Global index of this micro-batch's first row on this device.
-    device_rows = len(rows.token_BT) * cfg.train.micro_batches
-    first_row = wire.index(layout.token_axes) * device_rows + index * len(rows.token_BT)
+    first_row = wire.index(model.layout.token_axes) * (num_rows * cfg.train.micro_batches)
+    first_row += index * num_rows
     noise = Noise(keys_of(model, state)[0], first_row) if cfg.moe.router.jitter else None
-    frozen = state.frozen
     if frozen is None:
         params = attach(params, gathered=gathered)
     else:
         frozen = attach(frozen, gathered=gathered)
     transformer = model.merge(params, state.router_bias, frozen)
-    return _loss(model, transformer, rows, noise, num_targets)
-
-
-def _loss(
-    model: ModelDef,
-    transformer: Transformer,
-    rows: Batch,
-    noise: Noise | None,
-    num_targets: NumTargets,
-) -> tuple[jax.Array, LossParts]:
-    """Returns this device's share of a micro-batch's loss, and its parts."""
-    cfg, ahead = model.cfg, None
     if num_targets.ahead is None:
         x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
     else:
-        x_BTD, w_Dv, stats, ahead_BTD = transformer.look_ahead(
-            rows.token_BT, rows.segment_BT, noise
-        )
+        found = transformer.look_ahead(rows.token_BT, rows.segment_BT, noise)
+        x_BTD, w_Dv, stats, ahead_BTD = found
         target_BT = targets_ahead(rows.target_BT, rows.segment_BT)
         coefficient = cfg.train.predict_ahead_loss
         ahead = AheadTargets(ahead_BTD, target_BT, num_targets.ahead, coefficient)

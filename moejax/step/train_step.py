@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm.cpu import gloo
 from moejax.comm.weights.path import reduction_hops
-from moejax.comm.weights.states import residual_shapes, residual_specs
+from moejax.comm.weights.residuals import residual_shapes, residual_specs
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout
@@ -25,13 +25,7 @@ from moejax.runtime.compiler import Options, compiler_options, known_options
 from moejax.step import forward
 from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
 from moejax.step.loss import LossParts
-from moejax.step.model import (
-    ModelDef,
-    build_spec,
-    describe_model,
-    layouts_of,
-    parameter_sizes,
-)
+from moejax.step.model import ModelDef, build_spec, describe_model, layouts_of, parameter_sizes
 from moejax.step.optimizer import Optimizer
 from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.pipeline import forward as staged_forward
@@ -291,7 +285,6 @@ def build_step(
 def _describe_state(
     model: ModelDef, weights: Tree, router_bias: Tree
 ) -> tuple[TrainState, TrainState]:
-    """Returns the state's shapes and shardings."""
     dims, adaptive = model.dims, model.spec.compression.adaptive
     params, frozen = weights, None
     if model.frozen_dims is not None:
@@ -327,7 +320,6 @@ def _describe_state(
 
 
 def _build_optimizer(model: ModelDef) -> Optimizer:
-    """The update of parameters that are named by the letters of their dimensions."""
     return Optimizer(model.cfg.optimizer, model.dims, model.layouts, model.cfg.train.num_steps)
 
 

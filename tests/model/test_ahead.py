@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.layout.layout import build_layout
@@ -66,42 +64,6 @@ def test_the_embedding_is_joined_before_the_hidden_state():
     wanted = norm(embedding_BtD, own["embedding_norm"]["scale"]) @ own["w_join"][0]
     wanted += norm(h_BtD, own["hidden_norm"]["scale"]) @ own["w_join"][1]
     np.testing.assert_allclose(module.join(embedding_BtD, h_BtD), wanted, rtol=1e-4, atol=1e-4)
-
-
-@given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 99))
-def test_targets_ahead_are_targets_of_the_next_position(B, T, seed):
-    rng = np.random.default_rng(seed)
-    target_BT = rng.integers(-1, 5, (B, T)).astype(np.int32)
-    segment_BT = np.cumsum(rng.random((B, T)) < 0.3, axis=1).astype(np.int32)
-    got = np.asarray(targets_ahead(jnp.asarray(target_BT), jnp.asarray(segment_BT)))
-    for b, t in np.ndindex(B, T):
-        inside = t + 1 < T and segment_BT[b, t] == segment_BT[b, t + 1]
-        assert got[b, t] == (target_BT[b, t + 1] if inside else -1)
-
-
-@pytest.mark.slow
-def test_no_document_sees_another_and_no_target_is_past_the_end():
-    """The loss of the first document alone, whatever stands in the second."""
-    train_step = step_for(config((1, 1, 2, 2)))
-    state, batch = train_step.init(), random_batch(train_step.cfg)
-    segment, target = np.zeros_like(batch.segment_BT), np.abs(batch.target_BT)
-    segment[:, 6:], target[:, 6:] = 1, -1
-    batch = batch._replace(segment_BT=segment, target_BT=target)
-
-    def loss(token_BT, target_BT):
-        changed = batch._replace(token_BT=token_BT, target_BT=target_BT)
-        return float(train_step.gradients(state, place(train_step, changed))[1].ahead)
-
-    def other(array_BT, t):
-        array_BT = array_BT.copy()
-        array_BT[:, t] = (array_BT[:, t] + 1) % train_step.cfg.model.vocab_size
-        return array_BT
-
-    before = loss(batch.token_BT, target)
-    assert loss(other(batch.token_BT, 6), target) == before, "it saw the second document"
-    assert loss(batch.token_BT, other(target, 0)) == before, "the next token is no target"
-    assert loss(other(batch.token_BT, 5), target) != before, "position 4 did not see token 5"
-    assert loss(batch.token_BT, other(target, 5)) != before, "position 4 has no target"
 
 
 @pytest.mark.slow

@@ -14,10 +14,6 @@ from moejax.moe.router import Noise
 class Told(SimpleNamespace):
     """Stands for a block; notes the noise that it is given."""
 
-    def __call__(self, x_BtD, segment_BT, angles, noise):
-        self.seen.append(noise)
-        return x_BtD, None
-
     def run(self, x_BtD, attend, noise):
         self.seen.append(noise)
         return x_BtD, None, []

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from moejax.comm.jaxprs import inner_jaxprs, opened, scan_operands
-from moejax.config.schema import CompressionConfig, Config, DataConfig, LoraConfig
+from moejax.config.fields import change
+from moejax.config.schema import Config, DataConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.step.state import Batch
 from moejax.step.train_step import build_step
 from tests.cases import place, small_config, step_for
+from tests.compose.features import check_combination, plain
 
 # Rounding to bfloat16 changes a number by at most this share of it.
 HALF_STEP = 2.0**-8
@@ -30,8 +32,8 @@ TOKENS, LENGTH, VOCABULARY = 16_384, 64, 64
 
 def config_in(dtype: str, **model) -> Config:
     """One dense and one expert layer of all experts, so that no rounding moves a token."""
-    plain = {"dtype": dtype, "num_layers": 2, "first_dense_layers": 1, "attention_bias": True}
-    model = plain | model | {"num_heads": 4, "num_kv_heads": 2, "head_width": 8}
+    usual = {"dtype": dtype, "num_layers": 2, "first_dense_layers": 1, "attention_bias": True}
+    model = usual | model | {"num_heads": 4, "num_kv_heads": 2, "head_width": 8}
     biased = {"expert_bias": True, "router_bias": True, "num_shared_experts": 1}
     cfg = small_config(
         model=model,
@@ -132,77 +134,48 @@ def in_two_bytes(var) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
 
 
-def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, **options):
-    """The jaxpr of a bfloat16 train step on a mesh that need not exist."""
-    options["model"] = {"dtype": "bfloat16", "attention_bias": True} | options.get("model", {})
-    cfg = small_config(mesh, **options)
-    cfg = dataclasses.replace(
-        cfg,
-        mesh=dataclasses.replace(cfg.mesh, nodes=nodes),
-        compression=CompressionConfig(preset=compression),
-        **(top or {}),
-    )
-    train_step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
-    return train_step.step.trace(train_step.abstract, train_step.abstract_batch()).jaxpr
+CHUNKS = {"pieces": "3 and 2 chunks"}
+# Features of `make compose`, and settings that it has not.
+STEPS = [
+    ({"attention": "norms of all heads", "blocks": "first dense", "experts": "shared, gated"}, {}),
+    (
+        {"mesh": "replica 2, fsdp 2, expert 2, tensor 2", "attention": "norms of heads"}
+        | {"prediction": "two tokens", "router": "jitter", **CHUNKS},
+        {"moe.router.balance_over": "sequence"},
+    ),
+    (
+        {"mesh": "expert 2, tensor 2", "layout": "replicated, hidden", "embeddings": "untied"}
+        | {"attention": "norms of all heads", "experts": "biases, clamped", "recomputed": "full"}
+        | {"router": "sigmoid, groups, bias moved", "route": "merge", **CHUNKS},
+        {"moe.implementation": "reference"},
+    ),
+    (
+        {"mesh": "expert 4", "nodes": "two nodes", "codecs": "strong", "route": "two_level_merge"}
+        | {"attention": "sinks, biases, yarn", "micro-batches": "4 micro-batches"}
+        | {"reduction": "in bfloat16"},
+        {"moe.implementation": "ragged_dot", "moe.capacity_factor": 2.0},
+    ),
+    (
+        {"mesh": "expert 4", "nodes": "two nodes", "codecs": "hybrid", "route": "two_level"}
+        | {"attention": "latent of queries, window", "optimizer": "Muon", "pieces": "trimmed"},
+        {"moe.implementation": "reference_e4m3", "moe.expert_bias": True},
+    ),
+    (
+        {"mesh": "expert 2, tensor 2", "adapters": "adapters", "recomputed": "collectives"}
+        | {"micro-batches": "4 micro-batches"},
+        {"lora.base_dtype": "bfloat16"},
+    ),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        {
-            "model": {"qk_norm": "full", "num_layers": 2, "first_dense_layers": 1},
-            "moe": {"num_shared_experts": 1, "shared_gate": True, "expert_bias": True},
-        },
-        {
-            "mesh": (2, 1, 2, 2),
-            "model": {"qk_norm": "head", "tie_embeddings": True, "predict_ahead": 1},
-            "router": {"jitter": 0.1, "balance_over": "sequence"},
-            "top": {"route_chunks": 2},
-        },
-        {
-            "mesh": (1, 2, 2, 2),
-            "activations": "replicated",
-            "model": {
-                "qk_norm": "full",
-                "tie_embeddings": False,
-                "remat": "full",
-                "activation": "clamped_swiglu",
-            },
-            "router": {"score": "sigmoid", "bias_update_rate": 0.1},
-            "moe": {"implementation": "reference", "expert_bias": True, "router_bias": True},
-            "top": {"route": "merge", "route_chunks": 4, "route_chunks_backward": 2},
-        },
-        {
-            "mesh": (2, 2, 2, 1),
-            "nodes": 2,
-            "compression": "strong",
-            "model": {"sliding_window": 4, **MORE, "head_width": 8},
-            "moe": {"implementation": "ragged_dot", "capacity_factor": 2.0},
-            "train": {"gradient_dtype": "bfloat16", "micro_batches": 2, "batch_sequences": 16},
-            "top": {"route": "two_level_merge"},
-        },
-        {
-            "mesh": (1, 1, 4, 2),
-            "nodes": 2,
-            "compression": "hybrid",
-            "expert_weights": "folded",
-            "model": {**LATENT, "q_latent": 16, "head_width": 8},
-            "moe": {"implementation": "reference_e4m3", "expert_bias": True},
-            "optimizer": {"name": "muon"},
-            "top": {"route": "two_level", "route_trim": True},
-        },
-        {
-            "mesh": (2, 1, 2, 2),
-            "model": {"remat": "collectives"},
-            "train": {"micro_batches": 2, "batch_sequences": 16},
-            "top": {"lora": LoraConfig(rank=2, base_dtype="bfloat16")},
-        },
-    ],
-    ids=lambda case: case.get("top", {}).get("route", "split") + str(len(case)),
-)
-def test_no_sum_of_the_step_is_kept_in_two_bytes(case):
-    found = sums_in_two_bytes(traced_step(**case))
+@pytest.mark.parametrize(("features", "others"), STEPS)
+def test_no_sum_of_the_step_is_kept_in_two_bytes(features, others):
+    """On a mesh that need not exist."""
+    cfg = check_combination(tuple((dict(plain()) | features).items()))
+    cfg = change(cfg, {"model.dtype": "bfloat16", **others})
+    step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    found = sums_in_two_bytes(step.step.trace(step.abstract, step.abstract_batch()).jaxpr)
     assert not found, "\n".join(found)
 
 

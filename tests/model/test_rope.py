@@ -33,22 +33,6 @@ def test_linear_scaling_divides_every_frequency():
     assert factor == 1.0
 
 
-@pytest.mark.parametrize("scaling", ["llama3", "yarn"])
-def test_long_waves_are_stretched_and_short_ones_kept(scaling):
-    cfg = RopeConfig(theta=500_000.0, scaling=scaling, factor=8.0, trained_length=8192)
-    plain, _ = frequencies(128, RopeConfig(theta=500_000.0))
-    scaled, _ = frequencies(128, cfg)
-    np.testing.assert_allclose(scaled[:4], plain[:4], rtol=1e-6)
-    np.testing.assert_allclose(scaled[-4:], plain[-4:] / 8, rtol=1e-6)
-    ratio = np.asarray(scaled / plain)
-    assert np.all(np.diff(ratio) <= 1e-6), "the stretch grows with the wavelength"
-
-
-def test_yarn_scales_attention_by_the_log_of_the_factor():
-    _, scale = frequencies(64, RopeConfig(scaling="yarn", factor=40.0))
-    assert scale == pytest.approx(0.1 * np.log(40) + 1)
-
-
 def test_the_scale_lies_on_cos_and_sin_alike():
     """A rotated pair keeps its angle, and is as much longer as the scale says."""
     cfg = RopeConfig(scaling="yarn", factor=40.0)
@@ -85,19 +69,6 @@ def test_stretched_frequencies_are_transformers(kind):
     # pair is blended depends on it, at most 4 / 3 times as strongly (llama3). Twice for both sides.
     np.testing.assert_allclose(got, wanted["frequencies"], rtol=2 * (1 + 4 / 3) * 14 * 6e-8)
     assert scale == pytest.approx(wanted["scale"])
-
-
-def test_without_whole_pairs_the_blend_begins_and_ends_between_them():
-    """gpt-oss: pairs 8.09 to 17.40 of 32 are blended, where whole pairs would be 8 to 18."""
-    options = {"theta": 150_000.0, "scaling": "yarn", "factor": 32.0}
-    plain, _ = frequencies(64, RopeConfig(theta=150_000.0))
-    for truncate in (True, False):
-        got, _ = frequencies(64, RopeConfig(**options, truncate=truncate))
-        ends = [32 * math.log(4096 / (2 * math.pi * n)) / math.log(150_000) for n in (32, 1)]
-        if truncate:
-            ends = [math.floor(ends[0]), math.ceil(ends[1])]
-        share = np.clip((np.arange(32) - ends[0]) / (ends[1] - ends[0]), 0, 1)
-        np.testing.assert_allclose(got / plain, 1 - share * 31 / 32, rtol=1e-5)
 
 
 def test_mscale_moves_yarns_factor_from_cos_and_sin_to_the_scores():

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +34,6 @@ CASES = {
     "two_level": (MeshConfig(expert=8, nodes=2), (2, 2)),
     "two_level_merge": (MeshConfig(expert=4, tensor=2, expert_weights="folded", nodes=2), (2, 2)),
 }
-
-TRIMMED = ["split trimmed", "two_level_merge trimmed"]
 
 
 def runner(name, K):
@@ -71,10 +68,7 @@ def compiled(mesh_config, route, K, letters=DIMS[:2], **options):
 
     def device(x_ND, weight_NK, expert_NK, params, dy_ND):
         y_ND, pull = jax.vjp(
-            lambda x, weight, params: forward(x, weight, expert_NK, params),
-            x_ND,
-            weight_NK,
-            params,
+            lambda x, weight, params: forward(x, weight, expert_NK, params), x_ND, weight_NK, params
         )
         # What ranks hold copies of counts once: each takes a share of the cotangent.
         dx, dweight, dparams = pull(dy_ND / copies)
@@ -140,21 +134,19 @@ def random_operands(expert_NK, seed, letters=DIMS[:2]):
     return x_ND, weight_NK, expert_NK, params, dy_ND
 
 
+USUAL = [("split", 1), ("merge", 8)]  # what `make test` runs
 # Each K is two programs more. One choice tells merging routes from others in nothing, and where
 # nothing merges many choices are as many rows.
-RARELY = {"duplicate": 8, "split": 8, "two_level": 1, "two_level_merge": 1}
-RARELY |= {name: 1 for name in TRIMMED}
-
-
-USUAL = {("split", 1), ("merge", 8)}  # what `make test` runs
+SLOW = [("duplicate", 1), ("two_level", 8), ("two_level_merge", 8), ("split trimmed", 8)]
+SLOW += [("merge", 1)]
+RARE = [("duplicate", 8), ("split", 8), ("two_level", 1), ("two_level_merge", 1)]
+RARE += [("split trimmed", 1), ("two_level_merge trimmed", 8)]
 
 
 def with_choices():
-    """Each route with one K, which is slow; with the other exhaustive, but a merging one."""
-    for name, k in product([*sorted(ROUTES), *TRIMMED], [1, 8]):
-        often = RARELY.get(name) != k and name not in TRIMMED[1:]
-        mark = pytest.mark.slow if often else pytest.mark.exhaustive
-        yield pytest.param(name, k, marks=() if (name, k) in USUAL else mark)
+    """Each route with one K or both."""
+    for cases, marks in ((USUAL, ()), (SLOW, pytest.mark.slow), (RARE, pytest.mark.exhaustive)):
+        yield from (pytest.param(*case, marks=marks) for case in cases)
 
 
 @pytest.mark.parametrize(("name", "k"), list(with_choices()))
@@ -186,25 +178,17 @@ def test_a_weight_of_zero_has_a_gradient_of_zero_and_spoils_no_other():
 
 
 # Where each row meets its experts whole and its results are summed at the source, in order of
-# choice.
-SAME_ORDER = [
-    ("two_level", {}),
-    ("split", {"chunks": 3, "chunks_backward": 2}),
-    ("two_level", {"chunks": 4}),
-    ("split", {"trim": True}),
-]
-
-
-def same_order():
-    """By default over two hops, and trimmed; what they are compared with is compiled once."""
-    for number, case in enumerate(SAME_ORDER):
-        for k in (2, 8):
-            rare = () if k == 2 and number in (0, 3) else pytest.mark.exhaustive
-            yield pytest.param(*case, k, marks=rare)
-
-
+# choice. What they are compared with is compiled once.
 @pytest.mark.slow
-@pytest.mark.parametrize(("route", "options", "K"), list(same_order()))
+@pytest.mark.parametrize(
+    ("route", "options", "K"),
+    [
+        ("two_level", {}, 2),
+        ("split", {"trim": True}, 2),
+        pytest.param("split", in_chunks((3, 2)), 8, marks=pytest.mark.exhaustive),
+        pytest.param("two_level", {"chunks": 4}, 8, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_routes_that_add_in_the_same_order_give_the_same_bits(route, options, K):
     # Every device sends every expert equally many rows: nothing overflows into rounds.
     rng = np.random.default_rng(K)

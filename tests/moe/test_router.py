@@ -14,7 +14,7 @@ from moejax.config.load import load_config
 from moejax.config.schema import MeshConfig, RouterConfig
 from moejax.layout.layout import build_layout
 from moejax.moe import router
-from moejax.moe.reference import moe_reference
+from tests.oracle import moe_reference
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests/golden/from_transformers.json").read_text())

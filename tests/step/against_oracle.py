@@ -78,8 +78,7 @@ def oracle_case(cfg, bias):
     state = state._replace(router_bias=skew(state.router_bias, dict(bias)))
     batch = random_batch(cfg)
     loss = functools.partial(oracle_loss, router_bias=state.router_bias, batch=batch, cfg=cfg)
-    graded = jax.value_and_grad(lambda p: loss(p), has_aux=True)
-    (_, parts), gradients = graded(state.params)
+    (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
     return state, batch, parts, jax.tree.map(np.asarray, gradients)
 
 
@@ -96,7 +95,8 @@ def check_against_oracle(cfg, bias=(), *, path):
         assert (have is None) == (want is None)
         if have is not None:
             np.testing.assert_allclose(have, want, rtol=TERMS * np.finfo(np.float32).eps)
-    np.testing.assert_array_equal(parts.load_LE, told.load)
+    load_LE = np.zeros((0, 1)) if told.load is None else told.load
+    np.testing.assert_array_equal(parts.load_LE, load_LE)
     assert int(parts.uneven_L3[:, 0].sum()) == 0
     assert_close(gradients, wanted, terms=TERMS)
     return parts

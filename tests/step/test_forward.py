@@ -13,10 +13,7 @@ from moejax.train.records.summary import human_bytes, print_summary, summarize
 from tests.cases import place, random_batch, small_config, step_for
 
 # Wide enough that activations are most of what is needed beside the state.
-WIDE = {
-    "model": {"width": 64, "mlp_hidden": 256, "num_layers": 2},
-    "moe": {"capacity_factor": 2.0},
-}
+WIDE = {"model": {"width": 64, "mlp_hidden": 256, "num_layers": 2}, "moe": {"capacity_factor": 2.0}}
 
 
 def config(parts, **changes):

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
@@ -18,8 +16,6 @@ from moejax.step.loss import next_token_loss, sum_nll, target_nll
 from tests.cases import assert_close
 
 B, T, D, V = 2, 6, 5, 16
-# Chunks of 1, of a number that divides no part, of some, of all, and more than there are.
-CHUNKS = [1, 5, 4, B * T, 1000]
 
 
 def plain(x_BTD, w_DV, target_BT):
@@ -27,6 +23,13 @@ def plain(x_BTD, w_DV, target_BT):
     log_BTV = jax.nn.log_softmax(x_BTD @ w_DV)
     chosen_BT = jnp.take_along_axis(log_BTV, jnp.maximum(target_BT, 0)[..., None], axis=2)[..., 0]
     return -jnp.sum(jnp.where(target_BT >= 0, chosen_BT, 0))
+
+
+def one_by_one(x_BTD, w_DV, target_BT):
+    """`plain` of each target."""
+    places = np.ndindex(target_BT.shape)
+    found = [plain(x_BTD[None, None, b, t], w_DV, target_BT[None, None, b, t]) for b, t in places]
+    return np.array(found).reshape(target_BT.shape)
 
 
 def random_case(seed=0, shape=(B, T, D, V), scale=1.0):
@@ -75,8 +78,10 @@ def wanted(x_BTD, w_DV, target_BT):
     return total, *gradients
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 8])
-@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+# Chunks of 1, of a number that divides no part, of some, of all, and more than there are.
+@pytest.mark.parametrize(
+    ("tensor", "chunk_tokens"), [(2, 1), (1, 5), (8, 5), (2, 4), (1, B * T), (8, 1000)]
+)
 def test_the_sum_and_its_gradients_are_those_of_log_softmax(tensor, chunk_tokens):
     case = random_case()
     assert_close(sharded(tensor, chunk_tokens)(*case), wanted(*case), terms=B * T * V)
@@ -102,22 +107,16 @@ def test_nats_of_each_target_are_those_of_log_softmax(tensor, chunk_tokens):
     target_BT[1, 3] = -1
     nll_BT = nats(tensor, chunk_tokens)(x_BTD, w_DV, target_BT)
     assert not np.any(nll_BT[target_BT < 0])
-    alone = [
-        plain(x_BTD[b : b + 1, t : t + 1], w_DV, target_BT[b : b + 1, t : t + 1])
-        for b, t in np.ndindex(B, T)
-    ]
-    assert_close(nll_BT, np.array(alone).reshape(B, T), terms=B * T * V)
+    assert_close(nll_BT, one_by_one(x_BTD, w_DV, target_BT), terms=B * T * V)
 
 
-@pytest.mark.parametrize("chunk_tokens", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("chunk_tokens", [3, 4, 6])
 def test_tokens_of_a_prime_number_are_cut_in_chunks_too(chunk_tokens):
     """The last chunk has fewer; what fills it up changes no sum and no gradient."""
     case = random_case(shape=(1, 7, D, V))
     assert_close(sharded(1, chunk_tokens)(*case), wanted(*case), terms=7 * V)
-    x_BTD, w_DV, target_BT = case
     nll_BT = nats(1, chunk_tokens)(*case)
-    alone = [plain(x_BTD[:, t : t + 1], w_DV, target_BT[:, t : t + 1]) for t in range(7)]
-    assert_close(nll_BT, np.array(alone)[None], terms=7 * V)
+    assert_close(nll_BT, one_by_one(*case), terms=7 * V)
 
 
 def equations(jaxpr):
@@ -143,35 +142,16 @@ def test_no_number_of_tokens_goes_token_by_token(tokens, chunk_tokens):
         assert tokens <= count * rows < tokens + fewest
 
 
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(
-    st.integers(1, 3), st.integers(1, 7), st.integers(1, 4), st.integers(2, 9), st.integers(1, 30)
-)
-def test_any_size_and_chunk_gives_the_sum_of_log_softmax(b, t, d, v, chunk_tokens):
-    case = random_case(b * t * d * v, (b, t, d, v))
-    # Gradients of single targets may cancel: the bound is of what was added, not of the sum.
-    assert_close(sharded(1, chunk_tokens)(*case), wanted(*case), terms=32 * b * t * v)
-
-
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_targets_left_out_change_nothing(tensor):
     x_BTD, w_DV, target_BT = random_case(1)
     target_BT[0, 2] = -1
     other = x_BTD.copy()
     other[0, 2] = 100
-    total, dx, dw = sharded(tensor, 4)(x_BTD, w_DV, target_BT)
-    changed, dx_changed, dw_changed = sharded(tensor, 4)(other, w_DV, target_BT)
-    assert float(total) == float(changed)
-    assert not np.any(dx[0, 2])
-    assert np.any(dx[0, 1])
-    np.testing.assert_array_equal(dx, dx_changed)
-    np.testing.assert_array_equal(dw, dw_changed)
-
-
-@pytest.mark.parametrize("tensor", [1, 8])
-def test_without_any_target_the_sum_and_gradients_are_zero(tensor):
-    x_BTD, w_DV, target_BT = random_case(2)
+    found, changed = (sharded(tensor, 4)(x, w_DV, target_BT) for x in (x_BTD, other))
+    jax.tree.map(np.testing.assert_array_equal, found, changed)
+    assert not np.any(found[1][0, 2])
+    assert np.any(found[1][0, 1])
     for value in sharded(tensor, 4)(x_BTD, w_DV, np.full_like(target_BT, -1)):
         np.testing.assert_array_equal(value, 0)
 

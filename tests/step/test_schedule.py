@@ -173,14 +173,6 @@ def test_1f1b_has_slots_by_stages(stages, micro_batches):
     assert build_schedule("1f1b", stages, micro_batches, 2).slots <= 3 * stages
 
 
-@hypothesis.given(schedules())
-def test_the_bubble_is_stages_less_one(schedule):
-    for name in ("forward", "backward"):
-        taken = sum(p.stop - p.start for p in phases(schedule) if getattr(p, name))
-        tasks = schedule.virtual_stages * schedule.slices * schedule.micro_batches
-        assert taken - tasks == schedule.stages - 1
-
-
 @hypothesis.given(st.integers(2, 8), st.integers(2, 6), st.integers(2, 20))
 def test_the_program_of_interleaved_stages_does_not_grow_with_micro_batches(stages, V, times):
     few = build_schedule("1f1b", stages, 4 * stages, V).cycles

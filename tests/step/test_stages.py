@@ -29,21 +29,31 @@ from moejax.step.pipeline.stage import Layers
 from moejax.step.state import Batch
 from tests.cases import CERTAIN, random_batch, small_config, step_for
 
+ANY = pytest.mark.exhaustive
 NO_BALANCE = {"balance_loss": 0.0}
+INTERLEAVED = {"stage_chunks": 2}
+AHEAD = {"predict_ahead": 1}
+LATENT = {"attention": "latent", "kv_latent": 16, "q_latent": 8, "rope_width": 4}
+UNTIED = {"tie_embeddings": False}
 
 
-def config(mesh, stages, micro_batches, *, layers=None, rows=1, axis=None, **changes):
+def config(mesh, stages, micro_batches, *, layers=None, rows=1, axis=None, lora=None, **changes):
     """`mesh` is of one stage; each of its devices has `rows` sequences of a micro-batch.
 
-    `axis` has more settings of the mesh.
+    Args:
+      layers: by default two of each stage, after those that lead.
+      axis: more settings of the mesh.
     """
-    model = {"num_layers": layers or 2 * stages, **changes.pop("model", {})}
+    own = changes.pop("model", {})
+    leading = own.get("layers_before_stages", 0) + own.get("first_dense_layers", 0)
+    model = {"num_layers": layers or 2 * stages + leading, **own}
     train = {
         "batch_sequences": rows * math.prod(mesh[:3]) * micro_batches,
         "micro_batches": micro_batches,
         **changes.pop("train", {}),
     }
     cfg = small_config(mesh, model=model, train=train, **{"moe": CERTAIN, **changes})
+    cfg = dataclasses.replace(cfg, lora=LoraConfig(**(lora or {})))
     return with_mesh(cfg, stage=stages, **(axis or {}))
 
 
@@ -79,23 +89,34 @@ def biased(state, layers, experts, bias):
     return state._replace(router_bias=jax.tree.map(change, state.router_bias))
 
 
-def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state, balance=True):
-    """Returns the loss's parts."""
-    batch = random_batch(cfg)
-    one = on_one_device(cfg)
-    staged, reference = step_for(cfg), step_for(one)
-    got, parts = staged.gradients(change(staged.init()), batch)
-    wanted, wanted_parts = reference.gradients(
-        change(reference.init()), as_one_device_sees_it(cfg, batch)
-    )
+def gradients(cfg, batch, change=lambda state: state):
+    """Gradients of the first state, and the loss's parts."""
+    step = step_for(cfg)
+    return step.gradients(change(step.init()), batch)
+
+
+def errors(got, wanted):
+    """For each array of gradients, by name: norm of the difference over that of what is wanted."""
+    found = {}
     for (path, g), w in zip(
         jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
     ):
         name = jax.tree_util.keystr(path)
         assert np.linalg.norm(w) > 0, f"{name} has no gradient"
-        error = np.linalg.norm(np.asarray(g) - np.asarray(w)) / np.linalg.norm(w)
-        assert error < tolerance, f"{name}: {error}"
-    for name in ("nll", "entropy", *["balance"] * balance):
+        found[name] = np.linalg.norm(np.asarray(g) - np.asarray(w)) / np.linalg.norm(w)
+    return found
+
+
+def assert_same_gradients(cfg, change=lambda state: state):
+    """Returns the loss's parts."""
+    batch = random_batch(cfg)
+    got, parts = gradients(cfg, batch, change)
+    wanted = gradients(on_one_device(cfg), as_one_device_sees_it(cfg, batch), change)
+    wanted, wanted_parts = wanted
+    wrong = {name: error for name, error in errors(got, wanted).items() if not error < 2e-5}
+    assert not wrong
+    counted = ["balance"] if cfg.mesh.stage_slices == 1 else []  # over a slice, not a sequence
+    for name in ("nll", "entropy", *counted):
         np.testing.assert_allclose(getattr(parts, name), getattr(wanted_parts, name), rtol=1e-5)
     if parts.ahead is not None:
         np.testing.assert_allclose(parts.ahead, wanted_parts.ahead, rtol=1e-5)
@@ -104,25 +125,18 @@ def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state, balan
     return parts
 
 
-ANY = pytest.mark.exhaustive
+# Stages, micro-batches of each, and the mesh of a stage.
+SHAPES = [
+    (4, 2, (2, 1, 1, 1), {"schedule": "combined_1f1b"}),
+    pytest.param(4, 1, (1, 2, 1, 1), {"schedule": "combined_1f1b"}, marks=ANY),
+    pytest.param(2, 4, (1, 2, 1, 2), {}, marks=ANY),
+    pytest.param(4, 4, (1, 2, 1, 1), {}, marks=ANY),
+    pytest.param(2, 1, (1, 1, 2, 2), {"stage_keeps": "input"}, marks=ANY),
+]
 
 
-@pytest.mark.parametrize(
-    ("stages", "times", "mesh", "schedule", "keeps"),
-    [
-        pytest.param(2, 1, (1, 1, 2, 2), "1f1b", "input", marks=ANY),
-        (4, 2, (2, 1, 1, 1), "combined_1f1b", "residuals"),
-        pytest.param(2, 2, (1, 1, 2, 2), "combined_1f1b", "residuals", marks=ANY),
-        pytest.param(4, 1, (1, 2, 1, 1), "combined_1f1b", "residuals", marks=ANY),
-        pytest.param(2, 4, (2, 1, 2, 1), "combined_1f1b", "residuals", marks=ANY),
-        pytest.param(2, 4, (1, 2, 1, 2), "1f1b", "residuals", marks=ANY),
-        pytest.param(4, 1, (1, 1, 2, 1), "1f1b", "residuals", marks=ANY),
-        pytest.param(4, 2, (2, 1, 1, 1), "1f1b", "input", marks=ANY),
-        pytest.param(4, 4, (1, 2, 1, 1), "1f1b", "residuals", marks=ANY),
-    ],
-)
-def test_gradients_are_those_of_one_device(stages, times, mesh, schedule, keeps):
-    axis = {"schedule": schedule, "stage_keeps": keeps}
+@pytest.mark.parametrize(("stages", "times", "mesh", "axis"), SHAPES)
+def test_gradients_are_those_of_one_device(stages, times, mesh, axis):
     assert_same_gradients(config(mesh, stages, stages * times, axis=axis))
 
 
@@ -130,25 +144,15 @@ def test_gradients_are_those_of_one_device(stages, times, mesh, schedule, keeps)
     ("stages", "chunks", "times", "mesh", "keeps"),
     [
         pytest.param(2, 2, 2, (1, 1, 2, 1), "residuals", marks=ANY),
-        pytest.param(2, 2, 1, (1, 2, 1, 2), "input", marks=ANY),
         pytest.param(2, 3, 4, (2, 1, 1, 2), "residuals", marks=ANY),
-        pytest.param(4, 2, 2, (1, 1, 2, 1), "residuals", marks=ANY),
         pytest.param(4, 3, 1, (1, 2, 1, 1), "input", marks=ANY),
     ],
 )
 def test_gradients_of_interleaved_stages_are_those_of_one_device(
     stages, chunks, times, mesh, keeps
 ):
-    assert_same_gradients(
-        config(
-            mesh,
-            stages,
-            stages * times,
-            layers=stages * chunks,
-            model={"stage_chunks": chunks},
-            axis={"stage_keeps": keeps},
-        )
-    )
+    options = {"model": {"stage_chunks": chunks}, "axis": {"stage_keeps": keeps}}
+    assert_same_gradients(config(mesh, stages, stages * times, layers=stages * chunks, **options))
 
 
 @pytest.mark.slow
@@ -156,117 +160,59 @@ def test_gradients_of_interleaved_stages_that_save_inputs_after_leading_layers()
     """The cheapest case with virtual stages, saved inputs, and gradients of leading layers."""
     model = {"moe_every": None, "stage_chunks": 2, "layers_before_stages": 1}
     cfg = config((1, 1, 1, 1), 2, 4, layers=5, model=model, axis={"stage_keeps": "input"})
-    assert_same_gradients(cfg, balance=False)
-
-
-SLICED = {
-    "plain": {},
-    "untied": {"model": {"tie_embeddings": False, "remat": "attention"}},
-    "dense": {"model": {"moe_every": None, "remat": "dots"}},
-    "window": {"model": {"sliding_window": 5, "full_attention_every": 2}, "layers": 8},
-    "sinks": {"model": {"attention_sinks": True, "attention_bias": True}},
-    "norm of queries": {"model": {"qk_norm": "full"}},
-    "latent": {"model": {"attention": "latent", "kv_latent": 16, "rope_width": 4}},
-    "z-loss, overflow rounds": {"moe": {}, "router": {"z_loss": 0.1}},
-    "remat": {"model": {"remat": "full"}},
-    "layers before": {"model": {"layers_before_stages": 1}, "layers": 5},
-    "dense before": {"model": {"first_dense_layers": 2, "tie_embeddings": False}, "layers": 10},
-}
+    assert_same_gradients(cfg)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stages", "slices", "times", "mesh", "case"),
+    ("stages", "slices", "mesh", "model"),
     [
-        (2, 2, 2, (1, 1, 2, 1), "untied"),
-        *(
-            pytest.param(*numbers, mesh, case, marks=ANY)
-            for numbers, mesh, case in [
-                ((2, 4, 1), (1, 1, 2, 2), "plain"),
-                ((4, 2, 1), (1, 2, 1, 1), "plain"),
-                ((2, 8, 2), (1, 1, 1, 1), "remat"),
-                ((4, 4, 2), (2, 1, 1, 1), "dense"),
-                ((2, 4, 1), (1, 1, 2, 1), "window"),
-                ((2, 2, 1), (1, 1, 1, 2), "sinks"),
-                ((2, 4, 1), (1, 1, 1, 2), "norm of queries"),
-                ((2, 4, 1), (1, 1, 1, 2), "latent"),
-                ((2, 2, 2), (1, 1, 4, 1), "z-loss, overflow rounds"),
-                ((2, 4, 2), (1, 1, 2, 2), "layers before"),
-                ((4, 2, 2), (1, 1, 1, 2), "dense before"),
-            ]
+        (2, 2, (1, 1, 2, 1), {"tie_embeddings": False, "remat": "attention"}),
+        pytest.param(2, 8, (1, 1, 1, 1), {"remat": "full"}, marks=ANY),
+        pytest.param(4, 4, (2, 1, 1, 1), {"moe_every": None, "remat": "dots"}, marks=ANY),
+        pytest.param(
+            *(2, 4, (1, 1, 2, 1), {"sliding_window": 5, "full_attention_every": 2}), marks=ANY
         ),
+        pytest.param(4, 2, (1, 1, 1, 2), {"first_dense_layers": 2, **LATENT}, marks=ANY),
     ],
 )
-def test_gradients_of_slices_are_those_of_one_device(stages, slices, times, mesh, case):
-    changes = dict(SLICED[case])
-    router = {**NO_BALANCE, **changes.pop("router", {})}
-    axis = {"stage_slices": slices}
-    cfg = config(mesh, stages, stages * times, axis=axis, router=router, **changes)
-    assert_same_gradients(cfg, balance=False)
+def test_gradients_of_slices_are_those_of_one_device(stages, slices, mesh, model):
+    options = {"router": {**NO_BALANCE, "z_loss": 0.1}, "axis": {"stage_slices": slices}}
+    layers = 8 if "full_attention_every" in model else None
+    cfg = config(mesh, stages, 2 * stages, layers=layers, model=model, **options)
+    assert_same_gradients(cfg)
 
 
 @pytest.mark.exhaustive
 def test_balance_is_counted_over_slices():
     """Of fewer tokens loads are less even."""
     cfg = config((1, 1, 1, 1), 2, 2, axis={"stage_slices": 2})
-    batch, staged = random_batch(cfg), step_for(cfg)
-    _, parts = staged.gradients(staged.init(), batch)
-    reference = step_for(on_one_device(cfg))
-    _, wanted = reference.gradients(reference.init(), as_one_device_sees_it(cfg, batch))
+    batch = random_batch(cfg)
+    _, parts = gradients(cfg, batch)
+    _, wanted = gradients(on_one_device(cfg), as_one_device_sees_it(cfg, batch))
     assert float(parts.balance) > 1.05 * float(wanted.balance)
     np.testing.assert_allclose(parts.nll, wanted.nll, rtol=1e-5)
 
 
-INTERLEAVED = {"stage_chunks": 2}
-AHEAD = {"predict_ahead": 1}
-LATENT = {"attention": "latent", "kv_latent": 16, "q_latent": 8, "rope_width": 4}
+# What `make compose` does not have.
 CASES = {
-    "untied": {"model": {"tie_embeddings": False}},
-    "z-loss": {"router": {"z_loss": 0.1}},
-    "dense": {"model": {"moe_every": None}},
-    "dense before": {"model": {"first_dense_layers": 1, "tie_embeddings": False}, "layers": 5},
-    "layers before": {"model": {"layers_before_stages": 1}, "layers": 5},
-    "experts in each second block": {"model": {"moe_every": 2}, "layers": 8},
+    "untied, z-loss": {"model": UNTIED, "router": {"z_loss": 0.1}},
+    "dense before": {"model": {"first_dense_layers": 1, **UNTIED}},
     "a table of layers": {
         "model": {"layer_mlps": ("experts", "dense", "dense", *("experts", "dense") * 4)},
         "layers": 11,
     },
-    "balance over sequences": {"router": {"balance_over": "sequence"}},
-    "sigmoid scores": {"router": {"score": "sigmoid"}},
     "overflow rounds": {"moe": {}},
-    "remat": {"model": {"remat": "full"}},
-    "remat, inputs kept": {"model": {"remat": "dots"}, "axis": {"stage_keeps": "input"}},
-    "products kept": {"model": {"remat": "dots"}},
-    "exchanges kept": {"model": {"remat": "token_collectives"}},
-    "activations replicated": {"activations": "replicated"},
-    "experts folded": {"expert_weights": "folded"},
-    "experts whole": {"expert_weights": "whole"},
-    "interleaved, untied": {"model": {"tie_embeddings": False, **INTERLEAVED}},
-    "interleaved, layers before": {
-        "model": {"layers_before_stages": 1, **INTERLEAVED},
-        "layers": 9,
-    },
-    "interleaved, experts in each second block": {
-        "model": {"moe_every": 2, **INTERLEAVED},
-        "layers": 8,
-    },
-    "interleaved, dense": {"model": {"moe_every": None, **INTERLEAVED}},
+    "interleaved, dense": {"model": {"moe_every": None, **INTERLEAVED}, "layers": 4},
     "interleaved, overflow rounds": {"moe": {}, "model": INTERLEAVED},
-    "interleaved, remat": {"model": {"remat": "full", **INTERLEAVED}},
-    "ahead": {"model": AHEAD, "train": {"predict_ahead_loss": 0.7}},
-    "ahead, dense before, latent": {
-        "model": {"first_dense_layers": 1, "tie_embeddings": False, **LATENT, **AHEAD},
-        "layers": 5,
-        "router": {"balance_over": "sequence", "z_loss": 0.1},
-    },
-    "ahead, dense, replicated": {
-        "model": {"moe_every": None, "remat": "full", **AHEAD},
-        "activations": "replicated",
-    },
-    "ahead, window": {"model": {"sliding_window": 5, "qk_norm": "full", **AHEAD}},
     "interleaved, ahead": {
-        "model": {"layers_before_stages": 1, **AHEAD, **INTERLEAVED},
+        "model": {"layers_before_stages": 1, "remat": "full", **AHEAD, **INTERLEAVED},
         "layers": 9,
+    },
+    "ahead, dense before, latent": {
+        "model": {"first_dense_layers": 1, **UNTIED, **LATENT, **AHEAD},
+        "router": {"balance_over": "sequence", "z_loss": 0.1},
+        "train": {"predict_ahead_loss": 0.7},
     },
 }
 
@@ -274,8 +220,7 @@ CASES = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_other_models_are_those_of_one_device(case):
-    changes = dict(CASES[case])
-    assert_same_gradients(config((1, 1, 2, 2), 2, 4, **changes))
+    assert_same_gradients(config((1, 1, 2, 2), 2, 4, **CASES[case]))
 
 
 def with_adapters(state):
@@ -290,77 +235,48 @@ def with_adapters(state):
     return state._replace(params=params)
 
 
+ADAPTED = [
+    ((1, 2, 1, 1), ("*",), {"first_dense_layers": 1, **LATENT, **AHEAD}, {}),
+    pytest.param((1, 2, 2, 1), ("attention.*",), {**UNTIED, **INTERLEAVED}, {}, marks=ANY),
+    pytest.param(
+        *((1, 1, 2, 1), ("groups.0.*",), {"layers_before_stages": 1}, {"stage_keeps": "input"}),
+        marks=ANY,
+    ),
+    pytest.param((1, 1, 2, 1), ("moe.*",), {"remat": "full"}, {"stage_slices": 2}, marks=ANY),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "targets", "model", "axis"),
-    [
-        ((1, 2, 1, 1), ("*",), {"first_dense_layers": 1, **LATENT, **AHEAD}, {}),
-        *(
-            pytest.param(*case, marks=ANY)
-            for case in [
-                ((1, 1, 2, 2), None, {}, {}),
-                ((1, 2, 2, 1), ("attention.*",), {"tie_embeddings": False, **INTERLEAVED}, {}),
-                (
-                    (1, 1, 2, 1),
-                    ("groups.0.*",),
-                    {"layers_before_stages": 1},
-                    {"stage_keeps": "input"},
-                ),
-                ((1, 1, 2, 1), ("moe.*",), {"remat": "full"}, {"stage_slices": 2}),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "targets", "model", "axis"), ADAPTED)
 def test_gradients_of_adapters_are_those_of_one_device(mesh, targets, model, axis):
-    layers = 4 + model.get("layers_before_stages", 0) + model.get("first_dense_layers", 0)
-    cfg = config(mesh, 2, 4, layers=layers, axis=axis, model=model, router=NO_BALANCE)
-    cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=4, alpha=6.0, targets=targets))
-    assert_same_gradients(cfg, change=with_adapters, balance=False)
+    lora = {"rank": 4, "alpha": 6.0, "targets": targets}
+    cfg = config(mesh, 2, 4, axis=axis, model=model, router=NO_BALANCE, lora=lora)
+    assert_same_gradients(cfg, with_adapters)
 
 
 def test_adapters_of_one_chunk_alone_are_refused():
-    cfg = config((1, 1, 1, 1), 2, 4, layers=4, model=INTERLEAVED)
-    cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=4, targets=("groups.1.*",)))
+    lora = {"rank": 4, "targets": ("groups.1.*",)}
+    cfg = config((1, 1, 1, 1), 2, 4, layers=4, model=INTERLEAVED, lora=lora)
     with pytest.raises(InputError, match=r"some of the 2 chunks of .*set model.stage_chunks=1"):
         check_adapters(cfg)
-
-
-ROUTES = ("duplicate", "split", "merge")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("route", ROUTES)
-def test_gradients_on_every_route_are_those_of_one_device(route):
-    cfg = config((1, 1, 2, 2), 2, 4)
-    assert_same_gradients(dataclasses.replace(cfg, route=route))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", ["1f1b", "combined_1f1b"])
-@pytest.mark.parametrize("route", ["two_level", "two_level_merge"])
-def test_gradients_on_routes_through_nodes_are_those_of_one_device(route, schedule):
-    """Each stage has two nodes, and experts on both."""
-    cfg = config((1, 1, 4, 1), 2, 4, axis={"nodes": 4, "schedule": schedule})
-    assert_same_gradients(dataclasses.replace(cfg, route=route))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "combined_1f1b"])
 def test_an_expert_that_nobody_chooses_changes_no_gradient(schedule):
     cfg = config((1, 1, 2, 2), 2, 4, axis={"schedule": schedule})
-    parts = assert_same_gradients(cfg, change=lambda state: biased(state, slice(None), 0, -10))
+    parts = assert_same_gradients(cfg, lambda state: biased(state, slice(None), 0, -10))
     assert not np.any(parts.load_LE[:, 0])
     assert np.all(np.sum(parts.load_LE, axis=1) > 0)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", ["1f1b", "combined_1f1b"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "schedule"), [(0, "1f1b"), (1, "combined_1f1b")])
 def test_rounds_in_one_stage_alone_change_no_gradient(stage, schedule):
     """All its tokens choose the experts of one device, which its buckets do not hold."""
     cfg = config((1, 1, 4, 1), 2, 4, moe={}, axis={"schedule": schedule})
     layers, half = slice(2 * stage, 2 * stage + 2), cfg.moe.num_experts // 4
-    parts = assert_same_gradients(cfg, change=lambda state: biased(state, layers, slice(half), 10))
+    parts = assert_same_gradients(cfg, lambda state: biased(state, layers, slice(half), 10))
     chosen = np.sum(parts.load_LE[:, :half], axis=1) / np.sum(parts.load_LE, axis=1)
     assert np.all(chosen[layers] > 0.9)
     assert np.all(np.delete(chosen, range(*layers.indices(4))) < 0.6)
@@ -369,18 +285,14 @@ def test_rounds_in_one_stage_alone_change_no_gradient(stage, schedule):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "slices"),
-    [({}, 1), (INTERLEAVED, 1), ({}, 2), ({"layers_before_stages": 1}, 4), (AHEAD, 1)],
+    [(INTERLEAVED, 1), ({"layers_before_stages": 1}, 4), (AHEAD, 1)],
 )
 def test_jitter_is_that_of_one_device(model, slices):
     """It goes by a token's place in the batch, so rows have to lie as they do there."""
-    router = {"jitter": 0.1, **NO_BALANCE}
-    layers = 4 + model.get("layers_before_stages", 0)
-    axis = {"stage_slices": slices}
-    cfg = config((1, 1, 2, 2), 2, 4, layers=layers, axis=axis, router=router, model=model)
-    batch, one = random_batch(cfg), on_one_device(cfg)
-    staged, reference = step_for(cfg), step_for(one)
-    got, _ = staged.gradients(staged.init(), batch)
-    wanted, _ = reference.gradients(reference.init(), batch)
+    router, axis = {"jitter": 0.1, **NO_BALANCE}, {"stage_slices": slices}
+    cfg = config((1, 1, 2, 2), 2, 4, axis=axis, router=router, model=model)
+    batch = random_batch(cfg)
+    got, wanted = (gradients(one, batch)[0] for one in (cfg, on_one_device(cfg)))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(g, w, atol=2e-5 * np.abs(w).max())
 
@@ -429,8 +341,7 @@ def test_steps_are_those_of_one_device(name, chunks):
 )
 def test_evaluation_and_sampling_are_those_of_one_device(activations, model, slices):
     """Without noise: jitter is of training alone."""
-    axis, layers = {"stage_slices": slices}, 4 + model.get("layers_before_stages", 0)
-    changes = {"activations": activations, "model": model, "axis": axis, "layers": layers}
+    changes = {"activations": activations, "model": model, "axis": {"stage_slices": slices}}
     cfg = config((1, 1, 2, 2), 2, 4, router={"jitter": 0.3}, **changes)
     batch = random_batch(cfg)
     staged, reference = step_for(cfg), step_for(on_one_device(cfg))
@@ -507,26 +418,19 @@ def between_nodes(cfg, stage="none", stage_gradient="none"):
 @pytest.mark.parametrize(
     ("codecs", "case"),
     [
-        pytest.param(("int8", "int8+feedback"), "untied", marks=ANY),
-        pytest.param(("bfloat16", "e4m3"), "untied", marks=ANY),
+        pytest.param(("bfloat16", "e4m3"), "untied, z-loss", marks=ANY),
         pytest.param(("int8", "int8+feedback"), "dense before", marks=ANY),
         pytest.param(("int8", "int8+feedback"), "interleaved, dense", marks=ANY),
         pytest.param(("int8", "int8+feedback"), "slices", marks=ANY),
     ],
 )
 def test_codecs_between_stages_change_gradients_by_their_error(codecs, case):
-    changes = {"axis": {"stage_slices": 4}} if case == "slices" else dict(CASES[case])
+    changes = {"axis": {"stage_slices": 4}} if case == "slices" else CASES[case]
     plain = config((1, 1, 2, 2), 2, 4, **changes)
     batch = random_batch(plain)
-    reference, coded = step_for(plain), step_for(between_nodes(plain, *codecs))
-    wanted, _ = reference.gradients(reference.init(), batch)
-    got, _ = coded.gradients(coded.init(), batch)
-    errors = [
-        np.linalg.norm(np.asarray(g) - np.asarray(w)) / np.linalg.norm(w)
-        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-    ]
+    (wanted, _), (got, _) = (gradients(c, batch) for c in (plain, between_nodes(plain, *codecs)))
     # A token near the border between two experts may change sides.
-    assert 1e-5 < max(errors) < 0.1
+    assert 1e-5 < max(errors(got, wanted).values()) < 0.1
 
 
 @pytest.mark.slow
@@ -590,14 +494,18 @@ def test_codecs_reduce_once_a_step_and_keep_their_errors_by_stage():
         assert np.any(np.asarray(residual))
 
 
+def link_between_nodes(codec, like):
+    cfg = between_nodes(config((1, 1, 1, 1), 2, 2), stage_gradient=codec)
+    codecs = build_compression(cfg.compression).at(0)
+    return build_link("stage_gradient", build_layout(cfg.mesh), codecs, like)
+
+
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_the_error_of_an_encoding_is_added_to_the_next(count, seed):
     """So the sum of what arrived and the last error is the sum of what was to be sent."""
-    cfg = between_nodes(config((1, 1, 1, 1), 2, 2), stage_gradient="int4+feedback")
-    codecs = build_compression(cfg.compression).at(0)
     drawn = np.random.default_rng(seed).normal(size=(count, 1, 2, 32))
     x_MBtD = jnp.asarray(drawn, jnp.float32)
-    link = build_link("stage_gradient", build_layout(cfg.mesh), codecs, x_MBtD[0])
+    link = link_between_nodes("int4+feedback", x_MBtD[0])
     arrived, error = np.zeros_like(x_MBtD[0]), link.first_error(x_MBtD[0])
     for number, x_BtD in enumerate(x_MBtD):
         skipped = link.encode(x_BtD, error, jnp.bool_(False))[1]
@@ -614,62 +522,30 @@ def test_feedback_between_stages_makes_gradients_of_weights_worse(codec):
 
     Weights' gradients are sums over micro-batches of x^T dy; rounding has mean zero without it.
     """
-    rng, count, errors = np.random.default_rng(0), 16, {}
-    x_MBtD, dy_MBtD = jnp.asarray(rng.normal(size=(2, count, 2, 16, 32)), jnp.float32)
-    wanted = jnp.einsum("mbtd,mbte->de", x_MBtD, dy_MBtD)
+    x_MBtD, dy_MBtD = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 2, 16, 32)), "f4")
+    off = {}
     for flag in ("", "+feedback"):
-        cfg = between_nodes(config((1, 1, 1, 1), 2, 2), stage_gradient=codec + flag)
-        codecs = build_compression(cfg.compression).at(0)
-        link = build_link("stage_gradient", build_layout(cfg.mesh), codecs, dy_MBtD[0])
+        link = link_between_nodes(codec + flag, dy_MBtD[0])
         arrived, error = [], link.first_error(dy_MBtD[0])
         for dy_BtD in dy_MBtD:
             encoded, error = link.encode(dy_BtD, error, jnp.bool_(True))
             arrived.append(link.decode(encoded, jnp.float32))
-        got = jnp.einsum("mbtd,mbte->de", x_MBtD, jnp.stack(arrived))
-        errors[flag] = np.linalg.norm(got - wanted)
-    assert 1.25 < errors["+feedback"] / errors[""] < 1.5
+        off[flag] = np.linalg.norm(
+            jnp.einsum("mbtd,mbte->de", x_MBtD, jnp.stack(arrived) - dy_MBtD)
+        )
+    assert 1.25 < off["+feedback"] / off[""] < 1.5
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_feedback_between_stages_makes_gradients_of_a_step_worse(codec):
-    """By the mean over leaves that they reach. Dense, so that no choice of experts changes."""
-    cfg = config((1, 1, 1, 1), 2, 16, model={"moe_every": None, "tie_embeddings": False})
-    batch, norms = random_batch(cfg), {}
-    reference = step_for(cfg)
-    wanted, _ = reference.gradients(reference.init(), batch)
-    for flag in ("", "+feedback"):
-        coded = step_for(between_nodes(cfg, stage_gradient=codec + flag))
-        got, _ = coded.gradients(coded.init(), batch)
-        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-        # Of stacked layers those of the first stage.
-        norms[flag] = np.array([np.linalg.norm((np.asarray(g) - w)[:2]) for g, w in pairs])
-    reached = norms[""] > 1e-6
-    ratio = norms["+feedback"][reached] / norms[""][reached]
-    assert np.sum(reached) > 5
-    assert 1.1 < np.exp(np.mean(np.log(ratio))) < 1.6
-
-
-@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=ANY)])
-def test_a_stage_saves_no_weights_among_its_residuals(remat, monkeypatch):
-    """`vjp` returns the weights as the same array objects."""
-    seen = []
-    forward = Layers.forward
-
-    def noted(self, *arguments):
-        found = forward(self, *arguments)
-        weights = jax.tree.leaves(self.staged.weights.layers)
-        matrices = {n for n, stacked in enumerate(weights) if stacked.ndim > 2}
-        seen.append(matrices - set(self.weight_index))
-        return found
-
-    monkeypatch.setattr(Layers, "forward", noted)
-    trace_config(config((1, 1, 2, 1), 2, 4, model={"remat": remat}), "cpu")
-    assert seen
-    assert not any(seen), "a matrix would be saved for each micro-batch"
-
-
-def test_a_stage_with_adapters_saves_no_frozen_weights(monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [
+        ({"remat": "dots"}, {}),
+        pytest.param({"remat": "full"}, {}, marks=ANY),
+        ({"remat": "dots", "dtype": "bfloat16"}, {"rank": 4}),
+    ],
+)
+def test_a_stage_saves_no_weights_among_its_residuals(model, lora, monkeypatch):
+    """`vjp` returns the weights as the same array objects, trained or frozen."""
     seen = []
     forward = Layers.forward
 
@@ -683,16 +559,16 @@ def test_a_stage_with_adapters_saves_no_frozen_weights(monkeypatch):
         return found
 
     monkeypatch.setattr(Layers, "forward", noted)
-    cfg = config((1, 1, 2, 1), 2, 4, model={"dtype": "bfloat16", "remat": "dots"})
-    trace_config(dataclasses.replace(cfg, lora=LoraConfig(rank=4)), "cpu")
+    trace_config(config((1, 1, 2, 1), 2, 4, model=model, lora=lora), "cpu")
     assert seen
     assert not any(seen), "a matrix would be saved for each micro-batch"
 
 
 def test_adapters_and_routers_are_gathered_in_float32():
     """Gradients of adapters are sums over micro-batches; other weights are in bfloat16."""
-    cfg = config((1, 2, 1, 1), 2, 4, model={"dtype": "bfloat16", "attention_bias": True})
-    train_step = step_for(dataclasses.replace(cfg, lora=LoraConfig(rank=4, targets=("*",))))
+    model = {"dtype": "bfloat16", "attention_bias": True}
+    lora = {"rank": 4, "targets": ("*",)}
+    train_step = step_for(config((1, 2, 1, 1), 2, 4, model=model, lora=lora))
     model, abstract = train_step.model, train_step.abstract
 
     def gather(params, frozen):

@@ -1,4 +1,4 @@
-"""Properties of the step that need no oracle; test_step_meshes and test_step_routes have one.
+"""Properties of the step that need no oracle; test_step_together has one.
 
 Of step.per_device, step.train_step, and train.checkpoint for what a restored state is.
 """
@@ -16,7 +16,6 @@ from tests.cases import (
     CERTAIN,
     assert_close,
     one_device_state,
-    part_of,
     place,
     random_batch,
     skew,
@@ -30,14 +29,11 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive), (2, 1, 2, 2)]
-)
-def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
+def test_accumulation_gives_the_gradient_of_the_whole_batch():
     # Without router losses: those are defined per micro-batch.
     router = {"balance_loss": 0.0, "z_loss": 0.0}
     whole = small_config((1, 1, 1, 1), moe=CERTAIN, router=router)
-    cut = small_config(mesh, moe=CERTAIN, router=router, train={"micro_batches": 2})
+    cut = small_config((2, 1, 2, 2), moe=CERTAIN, router=router, train={"micro_batches": 2})
     state, batch = one_device_state(whole), random_batch(whole)
     one, two = step_for(whole), step_for(cut)
     wanted, _ = one.gradients(state, place(one, batch))
@@ -46,92 +42,25 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
 
 
 @pytest.mark.slow
-def test_gradient_is_the_slope_of_the_loss():
-    """Finite differences, along the gradient and along a random direction."""
-    cfg = small_config((2, 1, 2, 2), moe=CERTAIN, router={"balance_loss": 0.0, "z_loss": 0.0})
-    train_step = step_for(cfg)
-    state, batch = train_step.init(), place(train_step, random_batch(cfg))
-    gradients, parts = train_step.gradients(state, batch)
-    targets = int((batch.target_BT >= 0).sum())
-    # Routing must not flip within the difference, so steps are small and the loss is smooth.
-    step = 1e-2
-    rng = np.random.default_rng(0)
-    noise = jax.tree.map(lambda g: rng.standard_normal(g.shape).astype(np.float32), gradients)
-    for direction in (jax.tree.map(np.asarray, gradients), noise):
-        norm = float(np.sqrt(sum(np.sum(d**2) for d in jax.tree.leaves(direction))))
-
-        unit = jax.tree.map(lambda d, n=norm: d / n, direction)
-
-        def loss_at(distance, unit=unit):
-            moved = jax.tree.map(lambda p, u: p + distance * u, state.params, unit)
-            moved = spread(state._replace(params=moved), train_step)
-            return float(train_step.evaluate(moved, batch)) / targets
-
-        slope = (loss_at(step) - loss_at(-step)) / (2 * step)
-        pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(direction), strict=True)
-        wanted = sum(float(np.sum(np.asarray(g) * d)) for g, d in pairs) / norm
-        # Central difference: error of order step^2 times the third derivative, plus rounding of
-        # the loss over 2 * step.
-        assert abs(slope - wanted) < 2e-3 * max(1.0, abs(wanted)), (slope, wanted)
-    assert float(parts.nll) > 0
-
-
-def nll_by_position(train_step, state, batch):
-    """Nats of each single target, by evaluating with all others left out."""
-
-    def only(b, t):
-        target = np.full_like(batch.target_BT, -1)
-        target[b, t] = batch.target_BT[b, t]
-        return float(
-            train_step.evaluate(state, place(train_step, batch._replace(target_BT=target)))
-        )
-
-    return only
-
-
-@pytest.mark.slow
 def test_no_position_sees_later_tokens_or_other_documents():
     cfg = small_config((1, 1, 2, 2), moe=CERTAIN)
     train_step = step_for(cfg)
     state, batch = train_step.init(), random_batch(cfg)
-    batch = batch._replace(target_BT=np.abs(batch.target_BT))
-    segment = np.zeros_like(batch.segment_BT)
-    segment[:, 6:] = 1
-    batch = batch._replace(segment_BT=segment)
-    before = nll_by_position(train_step, state, batch)
-    token = batch.token_BT.copy()
-    token[0, 10] = (token[0, 10] + 1) % cfg.model.vocab_size
-    after = nll_by_position(train_step, state, batch._replace(token_BT=token))
-    assert before(0, 9) == after(0, 9), "position 9 saw position 10"
-    assert before(0, 3) == after(0, 3), "the first document saw the second"
-    assert before(0, 10) != after(0, 10), "position 10 did not see itself"
-    assert before(0, 13) != after(0, 13), "position 13 did not see position 10"
-    token = batch.token_BT.copy()
-    token[0, 2] = (token[0, 2] + 1) % cfg.model.vocab_size
-    after = nll_by_position(train_step, state, batch._replace(token_BT=token))
-    assert before(0, 8) == after(0, 8), "the second document saw the first"
-    assert before(0, 4) != after(0, 4), "position 4 did not see position 2"
+    segment_BT = np.repeat([[0] * 6 + [1] * 10], len(batch.segment_BT), axis=0)
+    batch = batch._replace(target_BT=np.abs(batch.target_BT), segment_BT=segment_BT)
 
+    def nats(changed=None):
+        token_BT = batch.token_BT.copy()
+        if changed is not None:
+            token_BT[0, changed] = (token_BT[0, changed] + 1) % cfg.model.vocab_size
+        return train_step.target_nll(state, place(train_step, batch._replace(token_BT=token_BT)))[0]
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "mesh"), part_of(["muon", "adamw"], [(1, 2, 2, 2), (2, 1, 4, 1)]))
-def test_a_run_on_eight_devices_follows_the_run_on_one(name, mesh):
-    """The same loss curve, 10 steps; the bound grows with the steps taken."""
-    train = {"num_steps": 10}
-    optimizer = {"learning_rate": 1e-2, "warmup_steps": 2, "name": name}
-    router = {"jitter": 0.1, "bias_update_rate": 0.01}
-    curves = []
-    for where in [(1, 1, 1, 1), mesh]:
-        cfg = small_config(where, train=train, optimizer=optimizer, router=router)
-        train_step = step_for(cfg)
-        state, losses, advance = train_step.init(), [], train_step.step
-        for step in range(10):
-            state, metrics = advance(state, place(train_step, random_batch(cfg, seed=step)))
-            losses.append(float(metrics.loss))
-        curves.append(losses)
-    steps, (one, eight) = np.arange(1, 11), map(np.array, curves)
-    off = np.abs(eight - one)
-    assert np.all(off <= steps * TERMS * np.finfo(np.float32).eps * one), off
+    before, late, early = nats(), nats(10), nats(2)
+    np.testing.assert_array_equal(late[:10], before[:10])
+    np.testing.assert_array_equal(early[6:], before[6:])
+    assert late[10] != before[10], "position 10 did not see itself"
+    assert late[13] != before[13], "position 13 did not see position 10"
+    assert early[4] != before[4], "position 4 did not see position 2"
 
 
 @pytest.mark.exhaustive
@@ -239,40 +168,12 @@ def test_a_runs_step_is_traced_once(tmp_path, monkeypatch):
     chex.assert_trees_all_equal(again, state)
 
 
-@pytest.mark.exhaustive
-def test_the_update_clips_by_the_norm_over_all_devices():
-    norms = []
-    for mesh in [(1, 1, 1, 1), (1, 2, 2, 2)]:
-        cfg = small_config(mesh)
-        train_step = step_for(cfg)
-        _, metrics = train_step.step(train_step.init(), place(train_step, random_batch(cfg)))
-        norms.append(float(metrics.gradient_norm))
-    assert norms[0] == pytest.approx(norms[1], rel=float(TERMS * np.finfo(np.float32).eps))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive), (1, 1, 4, 2)]
-)
-def test_capacity_drops_and_counts_what_does_not_fit(mesh):
-    cfg = small_config(mesh, moe={"capacity_factor": 1.0, "experts_per_token": 1})
+def test_capacity_drops_and_counts_what_does_not_fit():
+    cfg = small_config((1, 1, 4, 2), moe={"capacity_factor": 1.0, "experts_per_token": 1})
     train_step = step_for(cfg)
     state = train_step.init()
     state = spread(state._replace(router_bias=skew(state.router_bias, {3: 10.0})), train_step)
     _, parts = train_step.gradients(state, place(train_step, random_batch(cfg)))
     # Every device may send a share of 1 / E of its tokens to each expert.
     assert int(parts.uneven_L3[0, 0]) == TERMS - TERMS // 8
-
-
-@pytest.mark.exhaustive
-def test_bfloat16_compute_stays_near_float32():
-    losses = []
-    for dtype in ("float32", "bfloat16"):
-        cfg = small_config((1, 1, 2, 2), model={"dtype": dtype, "init_deviation": 0.1})
-        train_step = step_for(cfg)
-        state = train_step.init()
-        assert {p.dtype for p in jax.tree.leaves(state.params)} == {np.dtype("float32")}
-        _, parts = train_step.gradients(state, place(train_step, random_batch(cfg)))
-        losses.append(float(parts.nll))
-    # bfloat16 keeps 8 bits; errors of single tokens average out.
-    assert losses[0] == pytest.approx(losses[1], rel=2**-8)

@@ -1,20 +1,32 @@
-"""Mesh, layout, route, routing and kind of model, all at once, against the one-device oracle.
+"""Mesh, layout, route, routing and kind of model against the one-device oracle.
 
-Each value of each stands in at least one case, so a default run compiles few programs.
-test_step_meshes and test_step_routes take them one by one, for `make test-all CASES=every`.
+Each value of each stands in at least one of `CASES`, several at once, so that a default run
+compiles few programs. `make compose` takes each pair of features.
 """
 
 import dataclasses
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+import jax
+import numpy as np
 import pytest
 
+from moejax.config.schema import MoEConfig, RopeConfig
+from moejax.layout.route import ROUTES
 from tests.annotations import without_annotations
-from tests.cases import CERTAIN, small_config
-from tests.step.against_oracle import check_against_oracle
-from tests.step.test_step_meshes import KINDS, LAYOUTS, MESHES, ROUTINGS, join_kinds
-from tests.step.test_step_routes import REDUCTIONS, ROUTES
+from tests.cases import (
+    CERTAIN,
+    assert_close,
+    one_device_state,
+    part_of,
+    place,
+    random_batch,
+    small_config,
+    spread,
+    step_for,
+)
+from tests.step.against_oracle import TERMS, check_against_oracle, only, oracle_case
 
 
 @dataclass(frozen=True)
@@ -25,11 +37,76 @@ class Case:
     nodes: int = 1
     layout: tuple[str, str] = ("sequence", "hidden")
     route: str = "split"
-    chunks: tuple[int, int] = (1, 1)
+    chunks: tuple[int, int] = (1, 1)  # forward and backward
     k: int = 2
     score: str = "softmax"
     kinds: tuple[int, ...] = field(default=())
     path: str = "certain"
+
+
+KINDS = [
+    {"model": {"qk_norm": "head", "attention_bias": True, "tie_embeddings": False}},
+    {"model": {"num_layers": 2, "first_dense_layers": 1, "scan_layers": False}},
+    {"model": {"num_layers": 4, "moe_every": 2, "remat": "full"}},
+    {"model": {"remat": "collectives"}, "moe": {"num_shared_experts": 2}},
+    {"router": {"score": "sigmoid", "num_groups": 4, "groups_per_token": 2}},
+    {"model": {"qk_norm": "full", "sliding_window": 5, "num_kv_heads": 4}},
+    {"router": {"balance_over": "sequence", "renormalize": False, "weight_scale": 2.5}},
+    {"router": {"score": "softmax", "num_groups": 4, "groups_per_token": 2}},
+    # Sinks, biases, a window in every other block, part of a head rotated (gpt-oss).
+    {
+        "model": {
+            "num_layers": 2,
+            "sliding_window": 3,
+            "full_attention_every": 2,
+            "attention_sinks": True,
+            "attention_bias": True,
+            "attention_output_bias": True,
+            "head_width": 8,
+            "rope_width": 6,
+            "rope": RopeConfig(
+                scaling="yarn", factor=8.0, trained_length=16, truncate=False, attention_factor=1.2
+            ),
+        }
+    },
+    # Latent attention, with a latent of queries and without (DeepSeek-V3, V2-Lite).
+    {
+        "model": {
+            "attention": "latent",
+            "head_width": 10,
+            "rope_width": 6,
+            "value_width": 4,
+            "q_latent": 8,
+            "kv_latent": 16,
+            "rope": RopeConfig(
+                scaling="yarn", factor=8.0, trained_length=16, mscale=0.7, mscale_all_dim=1.0
+            ),
+        }
+    },
+    {
+        "model": {
+            "attention": "latent",
+            "head_width": 6,
+            "rope_width": 2,
+            "value_width": 8,
+            "kv_latent": 8,
+            "num_layers": 2,
+            "first_dense_layers": 1,
+            "sliding_window": 5,
+            "full_attention_every": 2,
+            "remat": "full",
+        }
+    },
+    {
+        "model": {"activation": "clamped_swiglu", "activation_limit": 0.5},
+        "moe": {"expert_bias": True, "router_bias": True},
+    },
+    {"moe": {"num_shared_experts": 2, "shared_gate": True}},
+    {
+        "model": {"predict_ahead": 1, "num_layers": 2, "first_dense_layers": 1},
+        "train": {"predict_ahead_loss": 0.7},
+    },
+]
 
 
 CASES = [
@@ -52,14 +129,31 @@ CASES = [
     Case((1, 1, 4, 2), 1, route="split", chunks=(3, 2), kinds=(11,), path="rounds"),
     Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(1, 2), k=8, path="rounds"),
     Case((2, 1, 4, 1), 4, route="two_level", k=8, path="usual"),
+    # Others have their routes and kinds; more chunks, and other ways past full buckets.
+    Case((1, 1, 8, 1), chunks=(6, 1)),
+    Case((1, 1, 2, 4), chunks=(10, 10), k=8),
+    Case((1, 1, 2, 4), route="merge", chunks=(4, 6), path="rounds"),
+    Case((2, 1, 2, 2), route="duplicate", chunks=(1, 2), k=8, path="usual"),
+    Case((1, 2, 2, 2), chunks=(3, 4), path="usual"),
 ]
 
-# Routes and kinds of which others have a case; for `make test-all CASES=every`.
-RARE = [CASES[number] for number in (10, 11, 12)]
-
+MESHES = [
+    (1, 1, 1, 8),
+    (1, 1, 8, 1),
+    (8, 1, 1, 1),
+    (1, 8, 1, 1),
+    (1, 2, 4, 1),
+    (2, 1, 2, 2),
+    (1, 2, 2, 2),
+    (2, 2, 1, 2),
+]
+LAYOUTS = [("sequence", "hidden"), ("sequence", "folded"), ("sequence", "whole")]
+LAYOUTS += [("replicated", "hidden"), ("replicated", "folded")]
 
 # Three axes, most kinds of blocks and losses, and overflow rounds: what `make test` runs.
 USUAL = [CASES[number] for number in (5, 16)]
+# For `make test-all CASES=every`.
+RARE = [CASES[number] for number in (10, 11, 12, *range(18, 23))]
 
 
 def how_often(case):
@@ -78,6 +172,26 @@ def annotations(case):
     """Leaves annotations unchecked in most cases; layers have tests that check theirs."""
     with nullcontext() if case in CHECKED or case.path != "certain" else without_annotations():
         yield
+
+
+def join_kinds(numbers):
+    """Several kinds at once, as changes of `small_config`."""
+    changes = {"model": {}, "moe": {}, "router": {}, "train": {}}
+    for number in numbers:
+        for part, values in KINDS[number].items():
+            changes[part] = changes[part] | values
+    return changes
+
+
+def routed(cfg, route, nodes, chunks):
+    """The config with another route."""
+    return dataclasses.replace(
+        cfg,
+        route=route,
+        route_chunks=chunks[0],
+        route_chunks_backward=chunks[1],
+        mesh=dataclasses.replace(cfg.mesh, nodes=nodes),
+    )
 
 
 @pytest.mark.usefixtures("annotations")
@@ -102,13 +216,7 @@ def test_the_step_gives_the_oracles_loss_and_gradients(case):
         router={"score": case.score} | changes["router"],
         train=changes["train"],
     )
-    cfg = dataclasses.replace(
-        cfg,
-        route=case.route,
-        route_chunks=case.chunks[0],
-        route_chunks_backward=case.chunks[1],
-        mesh=dataclasses.replace(cfg.mesh, nodes=case.nodes),
-    )
+    cfg = routed(cfg, case.route, case.nodes, case.chunks)
     parts = check_against_oracle(cfg, bias=((0, -10.0),), path=case.path)
     assert not parts.load_LE[:, 0].any()
 
@@ -118,9 +226,76 @@ def test_the_cases_together_have_every_value():
         return {of(case) for case in CASES}
 
     assert values(lambda case: case.mesh) >= set(MESHES)
-    assert values(lambda case: case.layout) >= set(LAYOUTS)
-    assert values(lambda case: case.route) == {route for route, *_ in ROUTES}
-    assert values(lambda case: case.k) == {k for k, _ in ROUTINGS}
-    assert values(lambda case: case.score) == {score for _, score in ROUTINGS}
+    assert values(lambda case: case.layout) == set(LAYOUTS)
+    assert values(lambda case: case.route) == set(ROUTES)
+    assert values(lambda case: case.k) == {1, 2, 8}
+    assert values(lambda case: case.score) == {"softmax", "sigmoid"}
     assert {kind for case in CASES for kind in case.kinds} == set(range(len(KINDS)))
-    assert values(lambda case: case.layout[1]) == {weights for *_, weights in REDUCTIONS}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_experts_in_e4m3_give_nearly_the_oracles_loss_and_gradients():
+    """Each factor of a product errs by 2^-4 at most, evenly spread: 0.04 on average."""
+    plain = small_config(moe={"implementation": "reference"})
+    cfg = small_config((1, 1, 4, 2), moe={"implementation": "reference_e4m3", **CERTAIN})
+    state, batch, told, wanted = oracle_case(plain, ())
+    train_step = step_for(cfg)
+    gradients, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
+    assert 0 < abs(float(parts.nll) - told.nll) < 0.01 * told.nll
+    np.testing.assert_array_equal(parts.load_LE, told.load)
+    for have, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+        off = np.linalg.norm(np.asarray(have) - want)
+        assert off < 0.1 * np.linalg.norm(want)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(
+    ("crowded", "mesh"), part_of([3, 7], [(1, 1, 8, 1), (1, 1, 4, 2), (2, 1, 2, 2)], parts=6)
+)
+def test_all_tokens_to_one_expert_lose_nothing(crowded, mesh):
+    cfg = small_config(mesh, moe={"experts_per_token": 1})
+    parts = check_against_oracle(cfg, bias=((crowded, 10.0),), path="rounds")
+    assert int(parts.load_LE[0, crowded]) == TERMS
+
+
+TABLE = {
+    "num_layers": 5,
+    "layer_mlps": ("experts", "dense", "experts", "dense", "dense"),
+    "sliding_window": 3,
+    "layer_attention": ("full", "window", "full", "window", "window"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_table_of_layers_and_a_dense_model_give_the_oracles_loss_and_gradients():
+    moe = {"num_shared_experts": 1, "shared_hidden": 10, **CERTAIN}
+    check_against_oracle(small_config((1, 2, 2, 2), model=TABLE, moe=moe), path="certain")
+    dense = small_config((2, 2, 1, 2), model={"moe_every": None})
+    check_against_oracle(dataclasses.replace(dense, moe=MoEConfig()), path="certain")
+
+
+# What the oracle does not have: replicated activations, jitter, micro-batches.
+NOT_IN_THE_ORACLE = {
+    "duplicate": {"activations": "replicated"},
+    "merge": {"router": {"jitter": 0.2}, "model": {"remat": "collectives"}},
+    "two_level_merge": {"train": {"micro_batches": 2}, "router": {"balance_over": "sequence"}},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize("route", NOT_IN_THE_ORACLE)
+def test_routes_give_the_split_routes_gradients(route):
+    cfg = small_config((1, 1, 4, 2), moe=CERTAIN, **NOT_IN_THE_ORACLE[route])
+
+    def gradients(route, chunks):
+        train_step = step_for(routed(cfg, route, 2, chunks))
+        state = spread(one_device_state(train_step.cfg), train_step)
+        with only("certain"):
+            found, _ = train_step.gradients(state, place(train_step, random_batch(cfg)))
+        return jax.tree.map(np.asarray, found)
+
+    assert_close(gradients(route, (2, 2)), gradients("split", (1, 1)), terms=TERMS)

@@ -38,6 +38,7 @@ CALLS = (
     "moejax_exchange_done",
     "moejax_hold",
 )
+Result = tuple[jax.Array, jax.Array]  # of an exchange, and its number
 SUMS = (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32)  # dtypes that exchange.cc adds
 
 
@@ -79,9 +80,7 @@ class Exchange(NamedTuple):
 
     carries = ("all_to_all", "all_gather", "reduce_scatter", "psum", "psum_invariant", "ppermute")
 
-    def run(
-        self, name: str, x: jax.Array, after: jax.Array, **params: Any
-    ) -> tuple[jax.Array, jax.Array]:
+    def run(self, name: str, x: jax.Array, after: jax.Array, **params: Any) -> Result:
         """Returns the collective's result and its number.
 
         Args:
@@ -98,7 +97,7 @@ class Exchange(NamedTuple):
         if name == "all_to_all":
             if not params["split_axis"] == params["concat_axis"] == 0:
                 raise ValueError(f"{name} of another dimension than the first is not carried")
-            return self._swap(x, axes, after)
+            return self._send(x, axes, after, gather=False)
         if name == "all_gather":
             x_P, number = self._gather(x, axes, after)
             return jnp.concatenate(list(x_P), params["all_gather_dimension"]), number
@@ -110,45 +109,27 @@ class Exchange(NamedTuple):
         x_P, number = self._gather(total, axes, number)
         return x_P.reshape(-1)[: x.size].reshape(x.shape), number
 
-    def _swap(
-        self, x_P: jax.Array, axes: Sequence[str], after: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Sends part p of the first dimension to device p; part p of the result came from it."""
-        return self._call(x_P, axes, after, x_P.shape, gather=False)
-
-    def _gather(
-        self, x: jax.Array, axes: Sequence[str], after: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _gather(self, x: jax.Array, axes: Sequence[str], after: jax.Array) -> Result:
         """Returns the devices' x, stacked: [P, ...]."""
-        shape = (lax.axis_size(axes), *x.shape)
-        if self._in_rings(axes):
-            return self._along_rings(x, axes, after, shape, sums=False)
-        return self._call(x, axes, after, shape, gather=True)
+        move = self._along_rings if self._in_rings(axes) else self._send
+        return move(x, axes, after, gather=True)
 
-    def _sum(
-        self, x_P: jax.Array, axes: Sequence[str], after: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _sum(self, x_P: jax.Array, axes: Sequence[str], after: jax.Array) -> Result:
         """Returns this device's part of the sum of all devices' x, [...].
 
         Along a ring the sum is rounded at each device, else once, in the order of the devices.
         """
         if self._in_rings(axes) and x_P.dtype in SUMS:
-            y_P, number = self._along_rings(x_P, axes, after, x_P.shape, sums=True)
+            y_P, number = self._along_rings(x_P, axes, after, gather=False)
             return lax.dynamic_index_in_dim(y_P, lax.axis_index(axes), keepdims=False), number
-        x_P, number = self._swap(x_P, axes, after)
+        x_P, number = self._send(x_P, axes, after, gather=False)
         return jnp.sum(x_P, axis=0, dtype=x_P.dtype), number
 
-    def _call(
-        self,
-        x: jax.Array,
-        axes: Sequence[str],
-        after: jax.Array,
-        shape: tuple[int, ...],
-        *,
-        gather: bool,
-    ) -> tuple[jax.Array, jax.Array]:
+    def _send(self, x: jax.Array, axes: Sequence[str], after: jax.Array, *, gather: bool) -> Result:
+        """Sends x to all devices, or else part p of its first dimension to device p."""
         groups = self._grouped(self.device_ids, axes)
         members, size = groups.reshape(-1).astype(np.int64), np.int64(groups.shape[1])
+        shape = (lax.axis_size(axes), *x.shape) if gather else x.shape
         started = _start(
             "moejax_exchange_start", x, after, shape, groups=members, size=size, gather=gather
         )
@@ -160,14 +141,9 @@ class Exchange(NamedTuple):
         return 1 < len(set(members)) < len(members)
 
     def _along_rings(
-        self,
-        x: jax.Array,
-        axes: Sequence[str],
-        after: jax.Array,
-        shape: tuple[int, ...],
-        *,
-        sums: bool,
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, axes: Sequence[str], after: jax.Array, *, gather: bool
+    ) -> Result:
+        """Gathers x, or sums it: each device's own part of the result is right."""
         groups = self._grouped(self.device_ids, axes)
         # A process's devices are neighbours, and the ring enters and leaves it once.
         places = np.argsort(self._grouped(self.processes, axes), axis=1, kind="stable")
@@ -175,11 +151,11 @@ class Exchange(NamedTuple):
             "moejax_exchange_start_ring",
             x,
             after,
-            shape,
+            (lax.axis_size(axes), *x.shape) if gather else x.shape,
             rings=np.take_along_axis(groups, places, axis=1).reshape(-1).astype(np.int64),
             places=places.reshape(-1).astype(np.int64),
             size=np.int64(groups.shape[1]),
-            sum=sums,
+            sum=not gather,
         )
         return started.end(), started.number
 
@@ -285,7 +261,6 @@ def _check(wrong: bytes | None) -> None:
 
 @functools.cache
 def _register() -> None:
-    """Registers the calls with XLA, once in a process."""
     library = _library()
     for name in CALLS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
@@ -296,11 +271,6 @@ def disconnect() -> None:
     if _connect.cache_info().currsize and _connect():
         _library().moejax_disconnect()
     _connect.cache_clear()
-
-
-def sent_bytes(device: int, peer: int) -> int:
-    """Bytes that exchanges have sent from a device of this process to another, without headers."""
-    return _library().moejax_sent(ctypes.c_int64(device), ctypes.c_int64(peer))
 
 
 @functools.cache

@@ -100,7 +100,6 @@ class _Rewriter:
     def evaluate(
         self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], token: jax.Array
     ) -> Results:
-        """Evaluates an open jaxpr."""
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, arguments, strict=True))
         held, transfers = Held([], [], {}, []), Transfers(values)

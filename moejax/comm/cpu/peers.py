@@ -11,9 +11,9 @@ import contextlib
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -160,7 +160,7 @@ def _call(place: Place, token: bytes, pair: Pair, until: float) -> socket.socket
 
 def accept_peers(
     server: socket.socket, token: bytes, expected: set[Pair], until: float
-) -> dict[Pair, Any]:
+) -> dict[Pair, socket.socket]:
     """Returns the connections of the expected pairs, which are taken out of the set.
 
     Args:
@@ -169,90 +169,52 @@ def accept_peers(
     Raises:
       NotConnectedError: if some have not come by then.
     """
-    found: dict[Pair, Any] = {}
-    server.setblocking(False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(server, selectors.EVENT_READ)
-        while expected and time.monotonic() < until:
-            for key, _ in selector.select(0.2):
-                if key.fileobj is server:
-                    _welcome(server, selector)
-                elif (pair := _read_hello(key, selector, token)) is None:
-                    continue
-                elif pair in expected:
-                    found[pair] = key.fileobj
-                    expected.discard(pair)
-                    _answer(found[pair])
-                else:
-                    _close(key)
-            for key in _guests(selector):
-                if time.monotonic() > key.data.until:
-                    selector.unregister(key.fileobj)
-                    _close(key)
-        for key in _guests(selector):
-            _close(key)
-    if expected:
+    found: dict[Pair, socket.socket] = {}
+    lock = threading.Lock()
+
+    def hear(connection: socket.socket) -> None:
+        pair = _read_hello(connection, token)
+        with lock, contextlib.ExitStack() as unless_expected:
+            unless_expected.push(connection)
+            if pair in expected:
+                expected.discard(pair)
+                found[pair] = connection
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with contextlib.suppress(OSError):  # one that is gone fails when it is used
+                    connection.sendall(ANSWER)
+                unless_expected.pop_all()
+
+    server.settimeout(0.05)
+    while expected and time.monotonic() < until:
+        with contextlib.suppress(TimeoutError, ConnectionAbortedError):
+            connection, _ = server.accept()
+            # A stranger that sends nothing must not keep the others waiting.
+            threading.Thread(target=hear, args=(connection,), daemon=True).start()
+    with lock:
+        missing = sorted(expected)
+        expected.clear()  # who comes later is closed
+    if missing:
         for connection in found.values():
             connection.close()
-        own, peer = min(expected)
+        own, peer = missing[0]
         raise NotConnectedError(
-            f"{len(expected)} connections were not made within {CONNECT_S:.0f} s, the first from "
+            f"{len(missing)} connections were not made within {CONNECT_S:.0f} s, the first from "
             f"device {peer} to device {own}"
         )
     return found
 
 
-class _Guest:
-    """A connection that has not said yet who it is."""
-
-    def __init__(self) -> None:
-        self.said, self.until = b"", time.monotonic() + HELLO_S
-
-
-def _welcome(server: socket.socket, selector: selectors.BaseSelector) -> None:
-    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-        connection, _ = server.accept()
-        connection.setblocking(False)
-        selector.register(connection, selectors.EVENT_READ, _Guest())
-
-
-def _read_hello(
-    key: selectors.SelectorKey, selector: selectors.BaseSelector, token: bytes
-) -> Pair | None:
-    """Reads a connection's first message. Returns its pair once complete, if the token is right.
-
-    A connection with another token, or one that ends, is closed.
-    """
-    connection: Any = key.fileobj
-    try:
-        part = connection.recv(HELLO.size - len(key.data.said))
-    except BlockingIOError:
-        return None
-    except OSError:
-        part = b""
-    key.data.said += part
-    if part and len(key.data.said) < HELLO.size:
-        return None
-    selector.unregister(connection)
-    if part:
-        said, peer, own = HELLO.unpack(key.data.said)
-        if hmac.compare_digest(said, token):
-            return own, peer
-    connection.close()
-    return None
-
-
-def _answer(connection: socket.socket) -> None:
-    """Tells the other side that it is expected. A connection that is gone fails when it is used."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _read_hello(connection: socket.socket, token: bytes) -> Pair | None:
+    """Returns the pair in a connection's first message; None if it is late or not one of ours."""
+    said, until = b"", time.monotonic() + HELLO_S
     with contextlib.suppress(OSError):
-        connection.sendall(ANSWER)
-
-
-def _guests(selector: selectors.BaseSelector) -> list[selectors.SelectorKey]:
-    return [key for key in selector.get_map().values() if key.data is not None]
-
-
-def _close(key: selectors.SelectorKey) -> None:
-    connection: Any = key.fileobj
-    connection.close()
+        while len(said) < HELLO.size:
+            connection.settimeout(max(until - time.monotonic(), 0.01))
+            part = connection.recv(HELLO.size - len(said))
+            if not part:
+                return None
+            said += part
+        given, peer, own = HELLO.unpack(said)
+        if hmac.compare_digest(given, token):
+            return own, peer
+    return None

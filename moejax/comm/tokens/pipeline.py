@@ -20,13 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.comm import wire
-from moejax.comm.tokens.hops import (
-    Rows,
-    combine_at_source,
-    combine_hop,
-    dispatch_hop,
-    return_dots,
-)
+from moejax.comm.tokens.hops import Rows, combine_at_source, combine_hop, dispatch_hop, return_dots
 from moejax.comm.tokens.plan import DispatchPlan
 from moejax.kernels.kept import PLACES
 from moejax.layout.layout import Layout
@@ -84,51 +78,32 @@ def run_stages(
     return [in_flight[number] for number in range(len(chunks))]
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def dispatch_compute_combine(
+    route: Route,
+    layout: Layout,
+    experts: Experts,
+    barriers: bool,
     x_ND: jax.Array,
     weight_NK: jax.Array,
     params: Any,
     frozen: Any,
     plan: DispatchPlan,
-    *,
-    route: Route,
-    layout: Layout,
-    experts: Experts,
-    barriers: bool,
 ) -> jax.Array:
     """Returns `y_ND`: each token's expert outputs, summed by weight, on the token's own device.
 
     Args:
-      params: parameters of the experts; differentiated, as are tokens and weights.
-      frozen: parameters of the experts that are not differentiated.
       experts: this device's experts, applied to the rows that arrive.
       barriers: see `run_stages`.
+      params: parameters of the experts; differentiated, as are tokens and weights.
+      frozen: parameters of the experts that are not differentiated.
     """
-    return _dispatch_compute_combine(
-        route, layout, experts, barriers, x_ND, weight_NK, params, frozen, plan
-    )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dispatch_compute_combine(
-    route, layout, experts, barriers, x_ND, weight_NK, params, frozen, plan
-):
     operands = (x_ND, weight_NK, params, frozen, plan)
     return _forward(route, layout, experts, barriers, *operands, gradients=False)[0]
 
 
 def _forward(
-    route,
-    layout,
-    experts,
-    barriers,
-    x_ND,
-    weight_NK,
-    params,
-    frozen,
-    plan,
-    *,
-    gradients: bool = True,
+    route, layout, experts, barriers, x_ND, weight_NK, params, frozen, plan, *, gradients=True
 ):
     chunks = route.chunks
     orders_C = _orders(experts, plan, chunks)
@@ -151,7 +126,12 @@ def _forward(
         start, orders_C = lax.optimization_barrier((start, orders_C))
     # Tagged apart: joined they would be copied once more, only to be kept.
     results = _tag(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={}))
-    y_ND = _results_at_source(_join(results), weight_NK, plan, route, like=x_ND)
+    joined = _join(results)
+    if plan.slot_maps:
+        weights = None if route.merges else weight_NK
+        y_ND = combine_at_source(joined, weights, plan, route, like=x_ND).x
+    else:
+        y_ND = joined.x[0]
     saved = [for_backward[number] for number in range(chunks)] if gradients else None
     return y_ND, (saved, params, frozen, plan, weight_NK)
 
@@ -184,14 +164,18 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
     drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
     dparams = jax.tree.map(_sum_chunks, *accumulated["params"])
     dparams = jax.tree.map(lambda g, p: g.astype(p.dtype), dparams, params)
-    dx_ND, dweight_NK = _gradients_at_source(drows, plan, route, like=gradient_ND)
+    if plan.slot_maps:
+        drows = combine_at_source(drows, None, plan, route, like=gradient_ND, gradient=True)
+    else:
+        drows = jax.tree.map(lambda x: x[0], drows)
+    dx_ND, dweight_NK = drows
     if dots:
         all_dots = _join([dots[number] for number in range(chunks)])
         dweight_NK = _weight_gradient(all_dots, weight_NK, plan, route, layout)
     return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None, None
 
 
-_dispatch_compute_combine.defvjp(_forward, _backward)
+dispatch_compute_combine.defvjp(_forward, _backward)
 
 
 def _sum_chunks(*gradients: jax.Array) -> jax.Array:
@@ -209,24 +193,6 @@ def _sums(params: Any) -> Any:
 def _at_start(tokens: Rows, plan: DispatchPlan) -> Rows:
     """The input of the first stage: all tokens; as one part [1, N, ...] if there is no exchange."""
     return tokens if plan.slot_maps else jax.tree.map(lambda x: x[None], tokens)
-
-
-def _results_at_source(
-    results: Rows, weight_NK: jax.Array, plan: DispatchPlan, route: Route, *, like: jax.Array
-) -> jax.Array:
-    """[N, D]: each token's results summed by weight, here or already at the experts."""
-    if not plan.slot_maps:
-        return results.x[0]
-    return combine_at_source(results, None if route.merges else weight_NK, plan, route, like=like).x
-
-
-def _gradients_at_source(
-    drows: Rows, plan: DispatchPlan, route: Route, *, like: jax.Array
-) -> tuple[jax.Array, Any]:
-    """The gradients of tokens [N, D], and of their weights [N, K] if experts weighed results."""
-    if not plan.slot_maps:
-        return drows.x[0], drows.weight[0]
-    return tuple(combine_at_source(drows, None, plan, route, like=like, gradient=True))
 
 
 def _weight_gradient(
@@ -286,7 +252,6 @@ def _chunk_plans(plan: DispatchPlan, chunks: int) -> list[DispatchPlan]:
 
 
 def _tag(tree: Any) -> Any:
-    """Tags arrays as communicated tokens, for remat policies."""
     return jax.tree.map(lambda x: checkpoint_name(x, wire.TOKEN_WIRE), tree)
 
 

@@ -3,6 +3,5 @@
 Read in this order: `path` (mesh axes of a parameter's gather and reduction), `shard` (a parameter
 as it enters a layer), `gather` (the weight), `adapters` (factors that are added to a frozen
 weight), `reduce` (gradients, hop by hop), `compressed` (the hop across nodes, through a codec),
-`residuals` (codec states on their way through backward), `states` (their shapes and shardings),
-`enter` (all weights once a step, for pipeline stages).
+`residuals` (states of codecs), `stage_weights` (all weights once a step, for pipeline stages).
 """

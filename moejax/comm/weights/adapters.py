@@ -79,7 +79,7 @@ def transposed(w: Weight) -> Weight:
 
 def add_adapter(w: AdaptedWeight, dims: str) -> jax.Array:
     """Returns the sum of a gathered weight and its adapter, in float32. Layers may be stacked."""
-    a_dims, b_dims = _factors(dims)
+    a_dims, b_dims = factors_of(dims)
     a, b = (factor.astype(jnp.float32) for factor in w.adapter)
     return w.weight.astype(jnp.float32) + jnp.einsum(f"...{a_dims},...{b_dims}->...{dims}", a, b)
 
@@ -89,7 +89,8 @@ def scaled(adapter: Adapter, scale: float, dtype: str) -> Adapter:
     return Adapter(adapter.a.astype(dtype), (scale * adapter.b).astype(dtype))
 
 
-def _factors(dims: str) -> Adapter:
+def factors_of(dims: str) -> Adapter:
+    """Returns `adapter_dims` of a matrix."""
     factors = adapter_dims(dims)
     assert factors is not None, f"{dims} is no matrix"
     return factors

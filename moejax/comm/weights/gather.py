@@ -26,8 +26,8 @@ from moejax.comm.weights.adapters import (
     AdaptedWeight,
     Adapter,
     Weight,
-    adapter_dims,
     add_adapter,
+    factors_of,
     scaled,
 )
 from moejax.comm.weights.path import (
@@ -82,9 +82,7 @@ def _gather_param(param: Any, spec: StepSpec, dtype: str) -> Weight:
     weight = _gather_tagged(replace(shard, adapter=None), dims, spec, dtype)
     if shard.adapter is None:
         return weight
-    factors = adapter_dims(dims)
-    assert factors is not None, f"{dims} is no matrix"
-    pairs = zip(map(as_shard, shard.adapter), factors, strict=True)
+    pairs = zip(map(as_shard, shard.adapter), factors_of(dims), strict=True)
     adapter = Adapter(*(_gather_tagged(own, letters, spec, dtype) for own, letters in pairs))
     return AdaptedWeight(weight, scaled(adapter, spec.adapter_scale, dtype))
 

@@ -17,6 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from moejax.comm import wire
 from moejax.comm.codecs.codec import EncodeContext
@@ -195,9 +196,6 @@ def reduce_replicated(gradients: list[jax.Array], layout: Layout) -> list[jax.Ar
     """Sums the gradients of replicated parameters over all devices, in one all-reduce."""
     if not gradients:
         return []
-    flat = jnp.concatenate([g.reshape(-1) for g in gradients])
+    flat, apart = ravel_pytree(gradients)
     with jax.named_scope("dense_gradient"):
-        flat = wire.all_reduce(flat, layout.mesh_axes)  # n -> n, the values of all parameters
-    ends = [int(sum(g.size for g in gradients[: i + 1])) for i in range(len(gradients))]
-    parts = jnp.split(flat, ends[:-1])
-    return [part.reshape(g.shape) for part, g in zip(parts, gradients, strict=True)]
+        return apart(wire.all_reduce(flat, layout.mesh_axes))  # n -> n, of all parameters

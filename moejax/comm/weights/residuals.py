@@ -1,8 +1,8 @@
-"""States of gradient codecs on their way through the backward pass, beside their weights.
+"""States of gradient codecs: their shapes, and their way through backward beside their weights.
 
-Per device, inside shard_map. Training keeps a codec's state with a dimension of devices, which a
-device has one entry of. `attach_residuals` takes that dimension away and adds the `EncodeContext`;
-`detach_residuals` puts it back.
+Per device, inside shard_map, but for shapes and shardings. Training keeps a codec's state with a
+dimension of devices, which a device has one entry of. `attach_residuals` takes that dimension away
+and adds the `EncodeContext`; `detach_residuals` puts it back.
 """
 
 import itertools
@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import EncodeContext
-from moejax.comm.weights.compressed import ReduceState
+from moejax.comm.codecs.adaptive import AdaptiveCodec
+from moejax.comm.codecs.build import build_codec
+from moejax.comm.codecs.codec import Codec, EncodeContext
+from moejax.comm.codecs.low_rank import LowRank
+from moejax.comm.weights.compressed import ReduceState, empty_state
+from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of
 from moejax.comm.weights.shard import attach, detach
 from moejax.layout.layout import Layout
+from moejax.layout.spec import StepSpec
 
 
 class Residual(NamedTuple):
@@ -79,3 +85,53 @@ def from_floats(floats: jax.Array) -> EncodeContext:
     high, low = jnp.split(floats.astype(jnp.uint32), 2)
     words = (high << 16) | low
     return EncodeContext(words[0].astype(jnp.int32), jax.random.wrap_key_data(words[1:]))
+
+
+def residual_shapes(spec: StepSpec, param: Any, dims: str, layout: Layout) -> Any:
+    """Returns shapes of the codec state of a parameter's gradient, or None; see `TrainState`.
+
+    Args:
+      param: an array or its shape; layers may be stacked.
+      layout: of the parameter.
+    """
+    policy = spec.compression
+    path = path_of(dims, layout)
+    codecs = [build_codec(codec) for codec in policy.all_of(class_of(dims))]
+    if not codecs or not path.slow or not compressible(dims):
+        return None
+    num_layer_dims = param.ndim - len(dims)
+    shape = parts_shape(math.prod(param.shape[num_layer_dims:]), dims, layout)
+    state = jax.eval_shape(lambda: empty_state(codecs, *shape))
+    leading = (*param.shape[:num_layer_dims], layout.size(layout.mesh_axes))
+    return jax.tree.map(
+        # None for an empty state: checkpoints hold no empty arrays.
+        lambda s: jax.ShapeDtypeStruct(leading + s.shape, s.dtype) if s.size else None,
+        state,
+    )
+
+
+def residual_specs(states: Any, params: Any, dims: Any, layouts: Any) -> Any:
+    """Returns shardings of the arrays of `residual_shapes`: each device holds its own state.
+
+    Args:
+      layouts: the layout of each parameter.
+    """
+
+    def spec(param: Any, letters: str, layout: Layout, state: Any) -> Any:
+        leading = layout.stack_spec(param.ndim - len(letters))
+        return jax.tree.map(lambda _: PartitionSpec(*leading, layout.mesh_axes), state)
+
+    return jax.tree.map(spec, params, dims, layouts, states)
+
+
+def sum_squared_errors(codec: Codec | LowRank, states: Any, dims: Any, traffic: str) -> jax.Array:
+    """Sums `AdaptiveCodec.squared_errors` over this device's gradients of one class of traffic."""
+    assert isinstance(codec, AdaptiveCodec)
+    errors = []
+
+    def add(letters: str, state: ReduceState | None) -> None:
+        if state is not None and class_of(letters) == traffic:
+            errors.append(codec.squared_errors(state.parts))  # type: ignore[arg-type]
+
+    jax.tree.map(add, dims, states)
+    return jnp.sum(jnp.stack(errors), axis=0) if errors else jnp.zeros(len(codec.levels) + 1)

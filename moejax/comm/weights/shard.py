@@ -8,9 +8,8 @@ forward as a field of the shard, and its next value leaves backward as that fiel
 Letters: a weight [M, N] is sharded along M, a shard is [m, N]; S nodes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -54,16 +53,6 @@ class Shard:
     last: bool = field(default=True, metadata={"static": True})
 
 
-class Fields(NamedTuple):
-    """Trees like that of the parameters, one for each field of `Shard`."""
-
-    weight: Any
-    residual: Any
-    total: Any
-    gathered: Any
-    adapter: Any
-
-
 def is_shard(x: Any) -> bool:
     """Whether a node of a tree is a `Shard`."""
     return isinstance(x, Shard)
@@ -93,7 +82,7 @@ def attach(
         that is None leaves the field as it is.
       last: False for a micro-batch before the last.
     """
-    trees = Fields(None, residuals, totals, gathered, adapters)._asdict()
+    trees = {"residual": residuals, "total": totals, "gathered": gathered, "adapter": adapters}
     given = {name: tree for name, tree in trees.items() if tree is not None}
 
     def one(weight: Any, *values: Any) -> Any:
@@ -106,18 +95,17 @@ def attach(
     return jax.tree.map(one, weights, *given.values(), is_leaf=is_shard)
 
 
-def detach(shards: Any) -> Fields:
-    """The inverse of `attach`: splits a tree of `Shard`s, or of their gradients, by field."""
+def detach(shards: Any) -> Shard:
+    """The inverse of `attach`: a `Shard` of trees, of a tree of `Shard`s or of their gradients."""
 
     def one(name: str) -> Any:
         return jax.tree.map(lambda x: getattr(as_shard(x), name), shards, is_leaf=is_shard)
 
-    return Fields(*map(one, Fields._fields))
+    return Shard(*map(one, ("weight", "residual", "total", "gathered", "adapter")))
 
 
-def without(shards: Any, names: Sequence[str]) -> Any:
-    """Returns a tree of `Shard`s and other leaves, with these fields of each `Shard` None."""
-    none = dict.fromkeys(names)
+def without(shards: Any, name: str) -> Any:
+    """Returns a tree of `Shard`s and other leaves, with this field of each `Shard` None."""
     return jax.tree.map(
-        lambda x: replace(x, **none) if is_shard(x) else x, shards, is_leaf=is_shard
+        lambda x: replace(x, **{name: None}) if is_shard(x) else x, shards, is_leaf=is_shard
     )

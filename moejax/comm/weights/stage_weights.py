@@ -7,6 +7,7 @@ hold no traffic of weights.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,10 +37,12 @@ def gather_stage_weights(params: Any, dims: Any, layouts: Any, spec: StepSpec) -
         half = compressible(letters) and RANK not in letters
         dtype = spec.dtype if half else "float32"
         layout_spec, shard = replace(spec, layout=layout), as_shard(param)
-        by_layer = _by_layer(
-            lambda one: gather_shard(one, letters, layout_spec, dtype), shard, letters
-        )
-        return Shard(None, gathered=by_layer(shard))  # L m N -> L M N
+
+        def gather_layer(shard: Shard) -> jax.Array:
+            return gather_shard(shard, letters, layout_spec, dtype)
+
+        gathered = _by_layer(gather_layer, shard, shard, letters)  # L m N -> L M N
+        return Shard(None, gathered=gathered)
 
     with jax.named_scope("weights"):
         return jax.tree.map(gather, dims, layouts, params)
@@ -65,18 +68,14 @@ def reduce_stage_gradients(
         def reduce_layer(pair: tuple[Shard, jax.Array]) -> Shard:
             return reduce_gradient(pair[1], pair[0], letters, layout_spec)
 
-        by_layer = _by_layer(reduce_layer, shard, letters)
-        return by_layer((shard, gradient.gathered))  # L M N -> L m N
+        # L M N -> L m N
+        return _by_layer(reduce_layer, (shard, gradient.gathered), shard, letters)
 
     return jax.tree.map(reduce, dims, layouts, params, gradients)
 
 
-def _by_layer(one: Callable, shard: Shard, letters: str) -> Callable:
-    """Maps a function of one layer over the layers that are stacked in a shard."""
+def _by_layer(one: Callable, stacked: Any, shard: Shard, letters: str) -> Any:
+    """Applies a function to each of the layers that are stacked in a shard."""
     for _ in range(shard.weight.ndim - len(letters)):
-        one = _mapped(one)
-    return one
-
-
-def _mapped(one: Callable) -> Callable:
-    return lambda stacked: jax.lax.map(one, stacked)
+        one = partial(jax.lax.map, one)
+    return one(stacked)

@@ -64,32 +64,29 @@ def forward_through_stages(staged: StagedModel, head: Callable[[jax.Array, jax.A
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
 
-def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
-    """As `step.forward.sum_over_targets`."""
-    staged = _staged(model, state, batch, model.cfg.train.micro_batches)
-    head = OutputHead(staged)
+def _nats(staged: StagedModel, function: Callable[..., jax.Array]) -> jax.Array:
+    """Applies `sum_nll` or `target_nll` to each micro-batch; results are stacked."""
+    head, model = OutputHead(staged), staged.model
 
     def nats(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
         x_BTD, w_Dv = head.final(y_BtD)
         target_BT, chunk_tokens = head.targets(k, jnp.int32(0)), model.chunk_tokens
-        return sum_nll(x_BTD, w_Dv, target_BT, model.layout, chunk_tokens=chunk_tokens)
+        return function(x_BTD, w_Dv, target_BT, model.layout, chunk_tokens=chunk_tokens)
 
-    total = jnp.sum(forward_through_stages(staged, nats))
-    return wire.all_reduce(total, model.layout.token_axes)
+    return forward_through_stages(staged, nats)
+
+
+def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
+    """As `step.forward.sum_over_targets`."""
+    staged = _staged(model, state, batch, model.cfg.train.micro_batches)
+    return wire.all_reduce(jnp.sum(_nats(staged, sum_nll)), model.layout.token_axes)
 
 
 def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
     """As `step.forward.nll_of_targets`."""
     staged, layout = _staged(model, state, batch, model.cfg.train.micro_batches), model.layout
     B, T = batch.target_BT.shape
-    head = OutputHead(staged)
-
-    def nats(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
-        x_BTD, w_Dv = head.final(y_BtD)
-        target_BT, chunk_tokens = head.targets(k, jnp.int32(0)), model.chunk_tokens
-        return target_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
-
-    nll = forward_through_stages(staged, nats)  # [M, B of a micro-batch, T / P]
+    nll = _nats(staged, target_nll)  # [M, B of a micro-batch, T / P]
     nll = links.gather_positions(nll.reshape(-1, nll.shape[-1]), layout)
     # Consecutive micro-batches are of consecutive stages: [J, P, ...] -> [P, J, ...].
     local, stages = staged.local_micro_batches, staged.stages

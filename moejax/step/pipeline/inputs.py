@@ -199,7 +199,7 @@ class LeadingInputs:
             return (add(sums[0], gradient), jax.tree.map(jnp.add, sums[1], parts)), None
 
         parts = jax.eval_shape(staged.leading_with_loss, weights, jnp.int32(0))[1]
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts)
+        none = zeros_of(parts)
         local = jnp.arange(staged.local_micro_batches), gradients.arrived_JBtD
         (sums, parts), _ = lax.scan(add_one, (sums_like(weights), none), local)
         return replace_part(sums_like(trained), sums), parts
@@ -213,6 +213,11 @@ def build_inputs(staged: StagedModel) -> EmbeddingInputs | LeadingInputs:
 def sums_like(tree: Tree) -> Tree:
     """Returns float32 zeros, to which gradients of weights are added."""
     return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)
+
+
+def zeros_of(shapes: Any) -> Any:
+    """Returns zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 @jax.named_scope("stage_sums")

@@ -1,7 +1,7 @@
 """Loss of the last stage's hidden states: each stage computes it for its share of the positions.
 
 Per device, inside the shard_map of the training mesh. The block of `model.predict_ahead` follows
-the last stage's layers, so it runs here too, on the same share of the positions: `model.share`.
+the last stage's layers, so it runs here too, on the same share of the positions (`block.Share`).
 
 Letters: those of `layout.layout`, with T the positions of this stage's share; S all positions;
 M micro-batches, k a micro-batch in the order in which stages run them.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from moejax.comm import links
 from moejax.comm.weights.adapters import Weight
 from moejax.model.ahead import next_tokens, targets_ahead
-from moejax.model.share import Share
+from moejax.model.block import Share
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.step.full_batch import NumTargets

@@ -218,10 +218,7 @@ class StagedModel:
 
     def leading_weights(self, outer: Tree) -> Tree:
         """Returns the weights of the leading layers, of a tree like `StagedWeights.outer`."""
-        return {
-            "groups": outer["groups"],
-            "embedding": {"table": outer["embedding"]["table"]},
-        }
+        return {"groups": outer["groups"], "embedding": {"table": outer["embedding"]["table"]}}
 
     def run_leading(self, outer: Tree, j: jax.Array) -> tuple[jax.Array, MoEStats | None]:
         """Runs the leading layers on local micro-batch j.

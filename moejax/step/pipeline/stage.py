@@ -189,12 +189,7 @@ class SavingStage:
         return self.layers.scan(run_one, gradients)[0], None
 
     def forward_and_backward(
-        self,
-        slots: Slots,
-        x_BtD: jax.Array,
-        forward: Task,
-        backward: Task,
-        gradients: Gradients,
+        self, slots: Slots, x_BtD: jax.Array, forward: Task, backward: Task, gradients: Gradients
     ) -> tuple[Slots, jax.Array, RouterParts, Gradients]:
         """Alternates a layer of one task forward and a layer of another backward.
 

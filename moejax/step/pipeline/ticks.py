@@ -42,7 +42,7 @@ from moejax.step.full_batch import (
 )
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
-from moejax.step.pipeline.inputs import add, sums_like
+from moejax.step.pipeline.inputs import add, sums_like, zeros_of
 from moejax.step.pipeline.loss import HeadParts, OutputHead
 from moejax.step.pipeline.model import RouterParts, StagedModel, Task
 from moejax.step.pipeline.schedule import Cycle, Phase
@@ -182,14 +182,19 @@ class Ticks:
         staged, activations = self.staged, self.transfers.initial
         x_BtD, count = activations.input_BtD, staged.virtual_stages
         parts = jax.eval_shape(lambda x: self.stage.layers.run_saving(x, any_task())[2], x_BtD)
-        parts = parts._replace(
-            load_LE=_of_virtual_stages(parts.load_LE, count),
-            uneven_L3=_of_virtual_stages(parts.uneven_L3, count),
-        )
+
+        def every(counts: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            """[L, ...] of the layers of all virtual stages."""
+            shape = (count * counts.shape[0], *counts.shape[1:])
+            return jax.ShapeDtypeStruct(shape, counts.dtype)
+
+        parts = parts._replace(load_LE=every(parts.load_LE), uneven_L3=every(parts.uneven_L3))
         share_BtD, zero_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
         combined, link = self.schedule.combined, self.gradient_link
         stacked_VBtD = jnp.broadcast_to(x_BtD, (count, *x_BtD.shape))
         past = [(staged.repeats, *x.shape) for x in staged.past_shapes(x_BtD)]
+        loss = partial(self.head.loss, k=jnp.int32(0), slice_index=jnp.int32(0))
+        head_parts = jax.eval_shape(loss, self.head.trained, share_BtD)[1]
         return TickState(
             activations=activations,
             slots=self.stage.empty_slots(self.schedule, x_BtD),
@@ -201,14 +206,9 @@ class Ticks:
             layers=sums_like(staged.weights.trained_layers),
             past=[jnp.zeros(shape, jnp.float32) for shape in past],
             head=sums_like(self.head.trained),
-            head_parts=_zeros_of(self._shapes_of_head_parts(share_BtD)),
-            router_parts=_zeros_of(parts),
+            head_parts=zeros_of(head_parts),
+            router_parts=zeros_of(parts),
         )
-
-    def _shapes_of_head_parts(self, share_BtD: jax.Array) -> HeadParts:
-        zero = jnp.int32(0)
-        loss = partial(self.head.loss, k=zero, slice_index=zero)
-        return jax.eval_shape(loss, self.head.trained, share_BtD)[1]
 
     def forward_step(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
         """Runs a task forward. Returns the state with its residuals, and its output sent."""
@@ -325,15 +325,6 @@ def _add_parts(state: TickState, parts: RouterParts | None, task: Task) -> TickS
         add_counts(sums.uneven_L3, parts.uneven_L3),
     )
     return state._replace(router_parts=sums)
-
-
-def _zeros_of(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-def _of_virtual_stages(counts: Any, virtual_stages: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of counts [L, ...] of the layers of all virtual stages."""
-    return jax.ShapeDtypeStruct((virtual_stages * counts.shape[0], *counts.shape[1:]), counts.dtype)
 
 
 def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -> LossParts:

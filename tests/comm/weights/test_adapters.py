@@ -87,9 +87,7 @@ def test_a_product_is_that_with_the_sum_of_weight_and_adapter(dims):
     np.testing.assert_allclose(db.reshape(b.shape), SCALE * a.T @ dw, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [((1024,), (256,)), ((1024,), (4, 64)), ((8, 128), (256,))]
-)
+@pytest.mark.parametrize(("inputs", "outputs"), [((1024,), (4, 64)), ((8, 128), (256,))])
 def test_what_a_young_adapter_adds_in_bfloat16_is_right(inputs, outputs):
     """As it is after ten steps of Adam; added to the weight before rounding it is 23 % off."""
     x, w, adapter, wanted = young()
@@ -97,13 +95,6 @@ def test_what_a_young_adapter_adds_in_bfloat16_is_right(inputs, outputs):
     both = scaled(Adapter(a, b), 2.0, "bfloat16")
     got = product(x, AdaptedWeight(w.reshape(*inputs, *outputs), both))
     assert error(got, wanted) < 0.005
-
-
-def test_the_bar_above_tells_a_sum_of_weights_from_two_products():
-    x, w, adapter, wanted = young()
-    both = AdaptedWeight(w, scaled(adapter, 2.0, "bfloat16"))
-    merged = add_adapter(both, "DV").astype(jnp.bfloat16)
-    assert 0.15 < error(x @ merged, wanted) < 0.35
 
 
 @pytest.mark.parametrize("tied", [False, True])

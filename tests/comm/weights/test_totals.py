@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 from moejax.comm import wire
 from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.gather import empty_totals, gather_float32, replicated_weight
-from moejax.comm.weights.residuals import attach_residuals, detach_residuals
+from moejax.comm.weights.residuals import attach_residuals, detach_residuals, residual_shapes
 from moejax.comm.weights.shard import attach
-from moejax.comm.weights.states import residual_shapes
 from moejax.config.schema import CompressionConfig
 from tests.cases import small_config, step_for
 
