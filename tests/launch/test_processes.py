@@ -279,7 +279,7 @@ for at in range(0, 2**26, 4096):
     pages[at] = 1
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    variables = processes.environment("localhost:1", 0, 1, 2)
+    variables = {**os.environ, **processes.environment("localhost:1", 0, 1, 2)}
     faults = subprocess.check_output([sys.executable, "-c", script], env=variables, text=True)
     assert int(faults) < 2**26 / 4096 / 10  # all 2**26 / 4096 else, in pages of the usual size
 
@@ -298,7 +298,7 @@ def test_the_guard_knows_of_each_process_until_it_has_ended(tmp_path):
     )
     some = group.Group(SimpleNamespace(), guard)
     some.start(
-        group.Place("one"), ["sleep", "100"], dict(os.environ), (tmp_path / "log").open("wb")
+        group.Place("one"), ["sleep", "100"], {}, (tmp_path / "log").open("wb")
     )
     pid = some._started[0].process.pid
     assert told == [("watch", pid)]
