@@ -8,7 +8,6 @@ from moejax.commands import COMMANDS
 from moejax.errors import located
 from moejax.version import __version__
 
-
 USAGE = """\
 usage: moejax COMMAND ... | --version | --print-completion SHELL
 

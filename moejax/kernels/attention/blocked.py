@@ -74,8 +74,7 @@ def attention(
     if implementation == "reference":
         y_BTHV = _reference(q_BTHC, k_BSGC, v_BSGV, sinks_H, form)
     else:
-        if sinks_H is not None:
-            raise ValueError(f"{implementation} takes no sinks")
+        assert sinks_H is None, f"{implementation} takes no sinks"
         y_BTHV = jax.nn.dot_product_attention(
             q_BTHC, k_BSGC, v_BSGV, implementation="cudnn", **form
         )
@@ -84,10 +83,8 @@ def attention(
 
 def _require_whole(implementation: str, queries: int, length: int) -> None:
     """Refuses a part of the positions, where a kernel counts queries from the first."""
-    if queries != length:
-        raise ValueError(
-            f"{implementation} takes queries of all positions, these are {queries} of {length}"
-        )
+    told = f"{implementation} takes queries of all positions, these are {queries} of {length}"
+    assert queries == length, told
 
 
 def _library_form(
@@ -99,8 +96,7 @@ def _library_form(
         _require_whole(implementation, queries, segment_BS.shape[1])
         window_size = None if window is None else (window - 1, 0)
         return {"is_causal": True, "local_window_size": window_size}
-    if implementation not in ("cudnn_masked", "reference"):
-        raise ValueError(f"no implementation {implementation}")
+    assert implementation in ("cudnn_masked", "reference"), implementation
     mask_BST = attention_mask(segment_BS, window, queries)
     # Causal besides, so that the kernel skips later keys; it takes no window here. The library
     # counts queries from the first key, so not if queries are only at the last positions.
