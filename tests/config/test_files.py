@@ -2,6 +2,9 @@
 
 import pytest
 
+from moejax.config.files import named_configs
+from moejax.config.load import load_config
+from moejax.errors import InputError
 from tests.config.files import error_of, python_config
 
 
@@ -116,3 +119,21 @@ def test_a_refused_tag_runs_nothing(config_file, tmp_path):
 def test_an_error_inside_a_helper_names_the_line_of_the_config_file(config_file):
     content = "import json\n\ndef get_config():\n    return json.loads('{')\n"
     assert "a.py, line 4: JSONDecodeError" in error_of(config_file("a.py", content))
+
+
+def test_a_name_is_the_file_of_that_name():
+    known = named_configs()
+    assert {"tiny", "olmoe_1b_7b", "deepseek_v3"} <= set(known)
+    assert load_config("tiny") == load_config(known["tiny"])
+
+
+def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").write_text("")
+    with pytest.raises(InputError, match="no suffix"):
+        load_config("tiny")
+
+
+def test_a_name_that_is_not_there_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="Did you mean olmoe_1b_7b"):
+        load_config("olmoe_1b")

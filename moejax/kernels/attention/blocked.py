@@ -74,7 +74,8 @@ def attention(
     if implementation == "reference":
         y_BTHV = _reference(q_BTHC, k_BSGC, v_BSGV, sinks_H, form)
     else:
-        assert sinks_H is None, f"{implementation} takes no sinks"
+        if sinks_H is not None:
+            raise ValueError(f"{implementation} takes no sinks")
         y_BTHV = jax.nn.dot_product_attention(
             q_BTHC, k_BSGC, v_BSGV, implementation="cudnn", **form
         )
@@ -83,8 +84,10 @@ def attention(
 
 def _require_whole(implementation: str, queries: int, length: int) -> None:
     """Refuses a part of the positions, where a kernel counts queries from the first."""
-    told = f"{implementation} takes queries of all positions, these are {queries} of {length}"
-    assert queries == length, told
+    if queries != length:
+        raise ValueError(
+            f"{implementation} takes queries of all positions, these are {queries} of {length}"
+        )
 
 
 def _library_form(

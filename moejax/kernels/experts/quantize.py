@@ -51,7 +51,8 @@ def quantize(
     from moejax.kernels.mosaic import quantize as mosaic  # needs JAX 0.11
 
     assert implementation == "mosaic", implementation
-    assert key is None, "the kernel rounds to the nearest; only reference rounds at random"
+    if key is not None:
+        raise ValueError("the kernel rounds to the nearest; only reference rounds at random")
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     values, scale = mosaic.quantize(x.reshape(-1, block), name)
     return Quantized(values.reshape(*x.shape[:-1], -1), scale.reshape(x.shape[:-1]))
