@@ -1,7 +1,8 @@
-"""The programs and modules of launch/, which is no package."""
+"""The programs and modules of launch/, which is no package; and a wait for what they do."""
 
 import importlib.util
 import sys
+import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from unittest.mock import patch
@@ -20,3 +21,11 @@ def module(name):
     ):
         spec.loader.exec_module(found)
     return found
+
+
+def wait_for(condition, seconds=30, told=lambda: "nothing happened"):
+    """Waits until a condition holds, and fails with what `told` returns."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.02)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.modules import module
+from tests.launch.modules import module, wait_for
 
 HOST = Path(__file__).parents[2] / "launch" / "host"
 launcher = module("host")
@@ -44,11 +44,8 @@ class Cluster:
         paths = [self.path(number) for number in range(len(self.names))]
         return "".join(path.read_text() for path in paths if path.exists())
 
-    def wait_for(self, pattern, seconds=30):
-        until = time.monotonic() + seconds
-        while not re.search(pattern, self.text()):
-            assert time.monotonic() < until, self.text()
-            time.sleep(0.05)
+    def wait_for(self, pattern):
+        wait_for(lambda: re.search(pattern, self.text()), told=self.text)
 
     def end(self):
         return [self.running[number].wait(timeout=60) for number in sorted(self.running)]

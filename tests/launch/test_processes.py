@@ -297,9 +297,7 @@ def test_the_guard_knows_of_each_process_until_it_has_ended(tmp_path):
         forget=lambda process: told.append(("forget", process.pid)),
     )
     some = group.Group(SimpleNamespace(), guard)
-    some.start(
-        group.Place("one"), ["sleep", "100"], {}, (tmp_path / "log").open("wb")
-    )
+    some.start(group.Place("one"), ["sleep", "100"], {}, (tmp_path / "log").open("wb"))
     pid = some._started[0].process.pid
     assert told == [("watch", pid)]
     some.kill()
