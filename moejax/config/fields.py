@@ -35,6 +35,10 @@ REMOVED = {
         "spread": ("split", "fewer bytes between experts' devices"),
         "gather_home": ("split", "as fast with the best number of chunks"),
     },
+    "moe.implementation": {
+        "reference": ("auto", "the same products of each row and its own expert alone"),
+        "reference_e4m3": ("mosaic_e4m3", "the same rounding, by a kernel"),
+    },
 }
 
 

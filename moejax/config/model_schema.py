@@ -277,17 +277,7 @@ class MoEConfig:
     implementation: str = setting(
         "auto",
         "implementation of the experts' matrix products; _e4m3: forward products in e4m3",
-        choices=(
-            "auto",
-            "mosaic",
-            "mosaic_e4m3",
-            "tokamax",
-            "megablox",
-            "blocked",
-            "ragged_dot",
-            "reference",
-            "reference_e4m3",
-        ),
+        choices=("auto", "mosaic", "mosaic_e4m3", "tokamax", "megablox", "blocked", "ragged_dot"),
     )
     router: RouterConfig = section(RouterConfig, "routing")
 

@@ -193,13 +193,14 @@ def test_from_dict_is_strict(mapping, fragment):
         ("mesh.schedule", "gpipe", "use '1f1b', same bubble, less memory."),
         ("route", "spread", "use 'split', fewer bytes between experts' devices."),
         ("route", "gather_home", "use 'split', as fast with the best number of chunks."),
+        ("moe.implementation", "reference", "use 'auto', the same products of each row"),
     ],
 )
 def test_a_removed_value_says_what_to_write_and_checkpoints_with_it_are_read(
     config_file, name, value, said
 ):
     message = error_of(config_file("a.yaml", f"{name}: {value}\n"))
-    assert message.endswith(f"`{name}` '{value}' was removed: {said}")
+    assert f"`{name}` '{value}' was removed: {said}" in message
     assert from_dict({name: value}) == from_dict({})
 
 
