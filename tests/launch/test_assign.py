@@ -1,10 +1,8 @@
 """What the supervisors of hosts decide (launch/assign.py), without processes or clocks."""
 
-import importlib
 import json
 import re
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +12,10 @@ from hypothesis import strategies as st
 
 from moejax import errors
 from moejax.runtime import watch
+from tests.launch.modules import module
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-assign, group = map(importlib.import_module, ("assign", "group"))
+group = module("group")
+assign = module("assign")
 Assignment, Rules, Status = assign.Assignment, assign.Rules, assign.Status
 
 FOUR = Rules(hosts=4)
