@@ -82,13 +82,6 @@ def test_python_yaml_and_json_set_the_same_values(config_file):
         assert load_config(config_file(name, content)) == expected, name
 
 
-def test_a_python_config_may_name_some_fields_only(config_file):
-    content = "from ml_collections import ConfigDict\n" + (
-        "def get_config():\n    return ConfigDict({'train': {'num_steps': 3}})\n"
-    )
-    assert load_config(config_file("a.py", content)).train.num_steps == 3
-
-
 def test_overrides_win_over_the_file_and_the_last_one_wins(config_file):
     path = config_file("a.yaml", "train: {num_steps: 7, seed: 5}")
     cfg = load_config(path, ["train.num_steps=8", "--config.train.num_steps=9"])
