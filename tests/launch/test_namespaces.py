@@ -98,10 +98,12 @@ def test_hosts_are_joined_by_a_switch_and_each_link_has_its_rate(ran, tmp_path):
     for number, host in enumerate(hosts):
         peer = f"port{number} type veth peer name net0 netns {host}"
         assert f"ip -n {switch} link add {peer}" in ran
+        assert f"ip -n {switch} link set port{number} master bridge up" in ran
         assert f"ip -n {host} address add 10.77.0.{number + 1}/24 dev net0" in ran
         listed = "".join(f"10.77.0.{n + 1} {name}\n" for n, name in enumerate(hosts))
         written = (tmp_path / host / "hosts").read_text()
         assert written == f"127.0.0.1 localhost\n{listed}"
+    assert sum("> /proc/sys/net/ipv4/tcp_" in line for line in ran) == 2 * len(hosts)
     shaped = [line.partition(" burst")[0] for line in ran if line.startswith("tc")]
     assert shaped == [
         f"tc -n {there} qdisc add dev {device} root tbf rate {rate}"
