@@ -136,8 +136,7 @@ def _ragged_dot(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Ar
     M = x_MK.shape[0]
     if missing := -M % ROWS_OF_XLA:
         x_MK = jnp.pad(x_MK, ((0, missing), (0, 0)))
-    y_MN = lax.ragged_dot(x_MK, w_GKN, sizes_G)[:M]
-    return jnp.where((jnp.arange(M) < jnp.sum(sizes_G))[:, None], y_MN, 0)
+    return megablox.inside(lax.ragged_dot(x_MK, w_GKN, sizes_G)[:M], sizes_G)
 
 
 def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
@@ -145,8 +144,7 @@ def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array
     import tokamax  # type: ignore[import-not-found]
 
     y_MN = tokamax.ragged_dot(x_MK, w_GKN, sizes_G, implementation="mosaic_gpu")
-    inside_M = jnp.arange(x_MK.shape[0]) < jnp.sum(sizes_G)
-    return jnp.where(inside_M[:, None], y_MN, 0)
+    return megablox.inside(y_MN, sizes_G)
 
 
 @jax.custom_vjp
