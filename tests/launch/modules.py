@@ -23,6 +23,12 @@ def module(name):
     return found
 
 
+def is_gone(pid):
+    """Whether a process has ended; one that nobody waits for stays as a zombie."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def wait_for(condition, seconds=30, told=lambda: "nothing happened"):
     """Waits until a condition holds, and fails with what `told` returns."""
     deadline = time.monotonic() + seconds
