@@ -1,6 +1,5 @@
 """Starts a supervisor of `launch/host` at every place, for launchers that reach all hosts."""
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -47,7 +46,7 @@ def run(
                 words += [*flags, "--", *command]
                 log = (logs / f"{place.name}.supervisor.log").open("wb")
                 started = [shlex.join(words)] if one_word else words
-                group.start(place, started, dict(os.environ, PYTHONUNBUFFERED="1"), log)
+                group.start(place, started, {"PYTHONUNBUFFERED": "1"}, log)
         except BaseException:
             group.kill()
             raise

@@ -83,10 +83,14 @@ class Group:
     def start(
         self, place: Place, command: Sequence[str], variables: dict[str, str], log: BinaryIO
     ) -> None:
-        """Starts a process; its output is shown, and kept in `log`."""
+        """Starts a process; its output is shown, and kept in `log`.
+
+        Args:
+          variables: are added to this process's own.
+        """
         process = subprocess.Popen(
             [*place.prefix, *command],
-            env=variables,
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

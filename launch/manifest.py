@@ -6,8 +6,7 @@ written here: YAML, of which any value in JSON's form is a part.
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from argparse import Namespace
 from typing import Any
 
 PORT = 29400
@@ -22,14 +21,6 @@ WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Devices:
-    """What a pod asks for."""
-
-    resources: dict[str, str]
-    node: dict[str, str]  # labels that its node must have
-
-
 def pod(name: str, index: int) -> str:
     """The name, and the name in DNS, that JobSet gives a pod."""
     return f"{name}-{JOB}-0-{index}"
@@ -40,94 +31,76 @@ def coordinator(name: str) -> str:
     return f"{pod(name, 0)}.{name}:{PORT}"
 
 
-def job_set(name: str, namespace: str | None, *, hosts: int, max_restarts: int, pod: Json) -> Json:
-    """Returns the JobSet.
+def job_set(args: Namespace, pod: Json) -> Json:
+    """Returns the JobSet of a command line, by what a pod runs.
 
     A pod that fails fails its Job, which is one program: the others wait for it in vain. JobSet
     then starts all pods again, except after an exit code of FINAL_CODES.
     """
+    codes = {"containerName": "moejax", "operator": "In", "values": list(FINAL_CODES)}
     job = {
         "completionMode": "Indexed",
-        "completions": hosts,
-        "parallelism": hosts,
+        "completions": args.hosts,
+        "parallelism": args.hosts,
         "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {
-                        "containerName": "moejax",
-                        "operator": "In",
-                        "values": list(FINAL_CODES),
-                    },
-                }
-            ]
-        },
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
         "template": {"spec": pod},
     }
+    final = {
+        "name": "final",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    namespace = {} if args.namespace is None else {"namespace": args.namespace}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name} | ({} if namespace is None else {"namespace": namespace}),
+        "metadata": {"name": args.name, **namespace},
         "spec": {
             # A pod is known by name before it is ready: none is, until all have met.
             "network": {
                 "enableDNSHostnames": True,
                 "publishNotReadyAddresses": True,
-                "subdomain": name,
+                "subdomain": args.name,
             },
-            "failurePolicy": {
-                "maxRestarts": max_restarts,
-                "rules": [
-                    {
-                        "name": "final",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
-            },
+            "failurePolicy": {"maxRestarts": args.max_restarts, "rules": [final]},
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
         },
     }
 
 
-def pod_spec(
-    command: Sequence[str],
-    image: str,
-    devices: Devices,
-    *,
-    coordinator: str,
-    hosts: int,
-    claim: str,
-    mount: str,
-    grace_seconds: int,
-) -> Json:
-    """Returns what a pod runs."""
+def pod_spec(args: Namespace, limits: dict[str, str], labels: dict[str, str]) -> Json:
+    """Returns what a pod of a command line runs.
+
+    Args:
+      limits: devices that it asks for.
+      labels: that its node must have.
+    """
     container = {
         "name": "moejax",
-        "image": image,
+        "image": args.image,
         # Kubernetes would take $(NAME) and $$ for its own.
-        "command": [word.replace("$", "$$") for word in command],
-        "env": environment(coordinator, hosts),
+        "command": [word.replace("$", "$$") for word in args.command],
+        "env": environment(coordinator(args.name), args.hosts),
         "ports": [{"name": "coordinator", "containerPort": PORT, "protocol": "TCP"}],
         "volumeMounts": [
-            {"name": "runs", "mountPath": mount},
+            {"name": "runs", "mountPath": args.mount},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
         "securityContext": {"allowPrivilegeEscalation": False},
     }
-    if devices.resources:
+    if limits:
         # For devices Kubernetes takes the limit as the request too.
-        container["resources"] = {"limits": devices.resources}
+        container["resources"] = {"limits": limits}
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": grace_seconds,
+        "terminationGracePeriodSeconds": args.grace_seconds,
         "automountServiceAccountToken": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER},
-        **({"nodeSelector": devices.node} if devices.node else {}),
+        **({"nodeSelector": labels} if labels else {}),
         # NCCL's processes share memory, and a container has 64 MB of it by default.
         "volumes": [
-            {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": args.claim}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
         "containers": [container],

@@ -12,10 +12,11 @@ import argparse
 import errno
 import fcntl
 import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from group import CODES, HANG, Group, Guard, Interrupts, Place, describe, say
@@ -31,14 +32,26 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1"
 NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def add_restarts(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag --restarts, which `run` takes."""
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        help="starts after failures that may pass; 0 if not given",
-    )
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a launcher's parser, whose help shows its docstring as it is written."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=formatter)
+
+
+def add_logs(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the flags --logs and --restarts, which `run` takes."""
+    default = Path("runs") / name
+    parser.add_argument("--logs", type=Path, default=default, help="kept output")
+    restarts = "starts after failures that may pass; 0 if not given"
+    parser.add_argument("--restarts", type=int, default=0, help=restarts)
+
+
+def parse_command(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Reads the command line: the parser's flags, and the command behind them."""
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
+    args = parser.parse_args()
+    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    return args
 
 
 def problem(command: Sequence[str], counts: dict[str, int | None]) -> str | None:
@@ -57,11 +70,6 @@ def problem(command: Sequence[str], counts: dict[str, int | None]) -> str | None
     return None
 
 
-def after_dashes(words: list[str]) -> list[str]:
-    """The command in what argparse took for the rest of the line."""
-    return words[1:] if words[:1] == ["--"] else words
-
-
 def local_coordinator() -> str:
     """An address for process 0 on this machine. Nobody listens at its port now."""
     return f"127.0.0.1:{free_port('127.0.0.1')}"
@@ -70,21 +78,27 @@ def local_coordinator() -> str:
 def environment(
     coordinator: str, process: int, processes: int, devices: int | None
 ) -> dict[str, str]:
-    """Returns this process's environment for one process of the program.
+    """Returns the variables that a launcher sets for one process of the program, and no others.
 
     Args:
       devices: CPU devices to simulate in the process; None leaves the hardware as it is.
     """
-    found = dict(os.environ, PYTHONUNBUFFERED="1")
-    found |= {
+    found = {
+        "PYTHONUNBUFFERED": "1",
         "MOEJAX_COORDINATOR": coordinator,
         "MOEJAX_PROCESSES": str(processes),
         "MOEJAX_PROCESS": str(process),
     }
     if devices is not None:
         found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-        found.setdefault("GLIBC_TUNABLES", LARGE_PAGES)
+        found["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", LARGE_PAGES)
     return found
+
+
+def shell_line(variables: Mapping[str, str], command: Sequence[str]) -> str:
+    """A line for a POSIX shell that runs the command with these variables, for --dry_run."""
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*words, shlex.join(command)])
 
 
 def run(

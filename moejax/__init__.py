@@ -4,6 +4,7 @@ Read in this order: `config`, `layout`, `comm`, `moe`, `model`, `step`, `train`;
 stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`, `load_model`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moejax.config.load import load_config
@@ -14,21 +15,17 @@ if TYPE_CHECKING:
     from moejax.checkpoint.load import load_checkpoint as load_checkpoint
     from moejax.serve.model import load_model as load_model
 
+_LATER = {
+    "run_training": "moejax.api",
+    "load_checkpoint": "moejax.checkpoint.load",
+    "load_model": "moejax.serve.model",
+}
+
 __all__ = ["load_checkpoint", "load_config", "load_model", "run_training"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports functions that need JAX when they are first used: other commands start at once."""
-    if name == "run_training":
-        from moejax.api import run_training
-
-        return run_training
-    if name == "load_checkpoint":
-        from moejax.checkpoint.load import load_checkpoint
-
-        return load_checkpoint
-    if name == "load_model":
-        from moejax.serve.model import load_model
-
-        return load_model
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)

@@ -8,24 +8,23 @@ from moejax.commands import COMMANDS
 from moejax.errors import located
 from moejax.version import __version__
 
+USAGE = """\
+usage: moejax COMMAND ... | --version | --print-completion SHELL
+
+{commands}
+
+examples:
+  moejax train --config tiny                   # a first run, of minutes
+  moejax report runs/tiny --out report.html    # what it did
+  eval "$(moejax --print-completion bash)"     # Tab completes
+
+moejax COMMAND --help says more. Exit codes: docs/formats/exit.md."""
+
 
 def usage() -> str:
     """Returns the list of commands."""
     lines = [f"  {name:10} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: moejax COMMAND ... | --version | --print-completion SHELL",
-            "",
-            *lines,
-            "",
-            "examples:",
-            "  moejax train --config tiny                   # a first run, of minutes",
-            "  moejax report runs/tiny --out report.html    # what it did",
-            '  eval "$(moejax --print-completion bash)"     # Tab completes',
-            "",
-            "moejax COMMAND --help says more. Exit codes: docs/formats/exit.md.",
-        ]
-    )
+    return USAGE.format(commands="\n".join(lines))
 
 
 def main() -> int:

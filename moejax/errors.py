@@ -33,6 +33,8 @@ class InputError(ValueError):
     The message says, in this order: what is wrong, the value seen, the rule, what to do.
     """
 
+    code = 2
+
 
 class RunError(Exception):
     """Ends a run in a way that a script should be able to tell apart. Shown as one line.
@@ -186,13 +188,8 @@ def exit_code(
         full = error.errno in FULL
         text = _no_space(str(error)) if full else _no_file(error)
         print(f"moejax: error: {located(without_secrets(text))}", file=sys.stderr)
-        return StorageFullError.code if full else 2
-    except InputError as error:
-        if debug:
-            raise
-        print(f"moejax: error: {located(without_secrets(str(error)))}", file=sys.stderr)
-        return 2
-    except RunError as error:
+        return StorageFullError.code if full else InputError.code
+    except (InputError, RunError) as error:
         if debug:
             raise
         print(f"moejax: error: {located(without_secrets(str(error)))}", file=sys.stderr)

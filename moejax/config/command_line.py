@@ -49,8 +49,8 @@ class Parser(argparse.ArgumentParser):
         if text.startswith(UNKNOWN):
             word = text.removeprefix(UNKNOWN).split(" ")[0]
             text = f"unknown argument. Got {word}. {self._meant(word)}"
-        elif CHOICE.fullmatch(text):
-            text = _choice(text)
+        elif found := CHOICE.fullmatch(text):
+            text = _choice(*found.groups())
         else:
             text = f"{text.rstrip('.')}. {self.prog} --help says more."
         print(f"moejax: error: {text}", file=sys.stderr)
@@ -90,11 +90,9 @@ def _setting(name: str) -> str | None:
     return likely[0] if likely else ends[0] if len(ends) == 1 else None
 
 
-def _choice(message: str) -> str:
+def _choice(flag: str, seen: str, choices: str) -> str:
     """Returns argparse's message about a choice in moejax's form."""
-    found = CHOICE.fullmatch(message)
-    assert found is not None
-    flag, seen, choices = found[1], found[2], found[3].replace("'", "")
+    choices = choices.replace("'", "")
     close = difflib.get_close_matches(seen, choices.split(", "), 1)
     hint = f"Did you mean {close[0]}?" if close else "Choose one of them."
     return f"unknown value of {flag}. Got {seen}. It is one of {choices}. {hint}"

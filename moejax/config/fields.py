@@ -35,6 +35,10 @@ REMOVED = {
         "spread": ("split", "fewer bytes between experts' devices"),
         "gather_home": ("split", "as fast with the best number of chunks"),
     },
+    "moe.implementation": {
+        "reference": ("auto", "the same products of each row and its own expert alone"),
+        "reference_e4m3": ("mosaic_e4m3", "the same rounding, by a kernel"),
+    },
 }
 
 
@@ -85,9 +89,10 @@ def fields() -> Mapping[str, Field]:
 
 
 @functools.cache
-def sections() -> Mapping[str, type]:
-    """Returns the groups of settings (`model`, `model.rope`, ...) and their dataclasses."""
-    return types.MappingProxyType(dict(_walk_sections(Config, "")))
+def sections() -> tuple[str, ...]:
+    """Returns the groups of settings: `model`, `model.rope`, ..."""
+    groups = (name.rpartition(".")[0] for name in fields())
+    return tuple(dict.fromkeys(filter(None, groups)))
 
 
 def _walk(kind: type, prefix: str) -> Iterator[Field]:
@@ -99,14 +104,6 @@ def _walk(kind: type, prefix: str) -> Iterator[Field]:
             base, optional, item = _split_optional(hints[entry.name])
             rules = {**entry.metadata, "item": item}
             yield Field(prefix + entry.name, base, optional, entry.default, **rules)
-
-
-def _walk_sections(kind: type, prefix: str) -> Iterator[tuple[str, type]]:
-    for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
-            assert isinstance(hint, type)
-            yield prefix + name, hint
-            yield from _walk_sections(hint, f"{prefix}{name}.")
 
 
 def _split_optional(hint: Any) -> tuple[type, bool, type]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from moejax.config.checks.planned import ANSWER, CHOSEN, CODECS, by_hand, chosen_names, pinned
 from moejax.config.fields import (
-    Field,
     change,
     check_value,
     fields,
@@ -99,7 +98,7 @@ def load_with_notes(
     given = parse_overrides(overrides)
     freed = _of_another_plan(values, given, free)
     rest = {name: value for name, value in values.items() if name not in freed}
-    cfg = keep_given(_build(rest | given), given)
+    cfg = keep_given(change(Config(), rest | given), given)
     return cfg, [*_freed_notes(freed, given), *pin_notes(cfg, given)]
 
 
@@ -195,14 +194,9 @@ def _add(values: dict[str, Any], entry: Entry) -> None:
     field = find_field(entry.name)
     if field.name in values:
         raise InputError(f"`{field.name}` is set twice. Remove one of the two.")
-    values[field.name] = _check_entry(field, entry)
-
-
-def _check_entry(field: Field, entry: Entry) -> Any:
     # Plain-data files spell None as `null`, but the help texts say "none", so both must work.
-    if entry.plain_data and field.optional and entry.value == "none":
-        return None
-    return check_value(field, entry.value)
+    spelled_none = entry.plain_data and field.optional and entry.value == "none"
+    values[field.name] = None if spelled_none else check_value(field, entry.value)
 
 
 def override(cfg: Config, overrides: Iterable[str]) -> Config:
@@ -231,22 +225,6 @@ def _parse_override(override: str) -> dict[str, Any]:
     return {field.name: parse_text(field, text)}
 
 
-def _build(values: Mapping[str, Any]) -> Config:
-    """Makes a Config from checked values by dotted name."""
-    return _build_group(Config, "", values)
-
-
-def _build_group(kind: type, prefix: str, values: Mapping[str, Any]) -> Any:
-    chosen = {}
-    for entry in dataclasses.fields(kind):
-        name = prefix + entry.name
-        if name in sections():
-            chosen[entry.name] = _build_group(sections()[name], f"{name}.", values)
-        elif name in values:
-            chosen[entry.name] = values[name]
-    return kind(**chosen)
-
-
 def from_dict(mapping: Mapping[str, Any]) -> Config:
     """Returns the Config of a nested dictionary, such as a checkpoint's.
 
@@ -260,7 +238,7 @@ def from_dict(mapping: Mapping[str, Any]) -> Config:
     for name, value in _flatten(mapping, ""):
         value = without_removed(name, value)
         _add(values, Entry(name, value, where="", plain_data=False))
-    return _build(values)
+    return change(Config(), values)
 
 
 def _flatten(mapping: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:

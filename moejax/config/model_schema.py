@@ -177,22 +177,25 @@ class ModelConfig:
         return bool(self.layer_mlps) or self.moe_every is not None
 
     @property
+    def mlps(self) -> tuple[str, ...]:
+        """Returns "dense" or "experts" for each block."""
+        if self.layer_mlps:
+            return self.layer_mlps
+        every, first = self.moe_every, 1 - self.first_dense_layers
+        return tuple(
+            "experts" if every is not None and place > 0 and place % every == 0 else "dense"
+            for place in range(first, first + self.num_layers)
+        )
+
+    @property
     def expert_layers(self) -> int:
         """Number of blocks with experts, without the block of `predict_ahead`."""
-        if self.layer_mlps:
-            return self.layer_mlps.count("experts")
-        if self.moe_every is None:
-            return 0
-        return max(0, self.num_layers - self.first_dense_layers) // self.moe_every
+        return self.mlps.count("experts")
 
     @property
     def ends_in_experts(self) -> bool:
         """True if the last block has experts; the block of `predict_ahead` is like it."""
-        if self.layer_mlps:
-            return self.layer_mlps[-1] == "experts"
-        if self.moe_every is None:
-            return False
-        return (self.num_layers - self.first_dense_layers) % self.moe_every == 0
+        return self.mlps[-1] == "experts"
 
     @property
     def blocks(self) -> int:
@@ -202,9 +205,7 @@ class ModelConfig:
     @property
     def has_dense_blocks(self) -> bool:
         """True if any block has a dense MLP."""
-        if self.layer_mlps:
-            return "dense" in self.layer_mlps
-        return self.moe_every != 1 or self.first_dense_layers > 0
+        return "dense" in self.mlps
 
 
 @dataclass(frozen=True)
@@ -277,17 +278,7 @@ class MoEConfig:
     implementation: str = setting(
         "auto",
         "implementation of the experts' matrix products; _e4m3: forward products in e4m3",
-        choices=(
-            "auto",
-            "mosaic",
-            "mosaic_e4m3",
-            "tokamax",
-            "megablox",
-            "blocked",
-            "ragged_dot",
-            "reference",
-            "reference_e4m3",
-        ),
+        choices=("auto", "mosaic", "mosaic_e4m3", "tokamax", "megablox", "blocked", "ragged_dot"),
     )
     router: RouterConfig = section(RouterConfig, "routing")
 

@@ -26,20 +26,8 @@ def block_kinds(cfg: ModelConfig) -> list[BlockKind]:
             "moe" if mlp == "experts" else "dense",
             None if sees == "full" else cfg.sliding_window,
         )
-        for mlp, sees in zip(layer_mlps(cfg), layer_attention(cfg), strict=True)
+        for mlp, sees in zip(cfg.mlps, layer_attention(cfg), strict=True)
     ]
-
-
-def layer_mlps(cfg: ModelConfig) -> tuple[str, ...]:
-    """Returns "dense" or "experts" for each block."""
-    if cfg.layer_mlps:
-        return cfg.layer_mlps
-    places = range(1 - cfg.first_dense_layers, 1 - cfg.first_dense_layers + cfg.num_layers)
-    every = cfg.moe_every
-    return tuple(
-        "experts" if every is not None and place > 0 and place % every == 0 else "dense"
-        for place in places
-    )
 
 
 def layer_attention(cfg: ModelConfig) -> tuple[str, ...]:
@@ -58,9 +46,8 @@ def shortest(cfg: ModelConfig) -> dict[str, Any]:
 
     Equal blocks have equal settings, so that models can be compared.
     """
-    return shortest_mlps(layer_mlps(cfg)) | shortest_attention(
-        layer_attention(cfg), cfg.sliding_window
-    )
+    attention = shortest_attention(layer_attention(cfg), cfg.sliding_window)
+    return shortest_mlps(cfg.mlps) | attention
 
 
 def shortest_mlps(mlps: tuple[str, ...]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ Defaults describe a small byte-level model that trains on a laptop. Units stand 
 from dataclasses import dataclass
 
 from moejax.config.declare import section, setting
-from moejax.config.model_schema import ModelConfig, MoEConfig, RopeConfig, RouterConfig
+from moejax.config.model_schema import ModelConfig, MoEConfig
+from moejax.config.model_schema import RopeConfig as RopeConfig
+from moejax.config.model_schema import RouterConfig as RouterConfig
 
 
 @dataclass(frozen=True)
@@ -76,26 +78,6 @@ class WatchdogConfig:
     silent_s: float | None = setting(
         60, "no word from another process; JAX itself waits 100 s, with less to say", above=0
     )
-
-
-__all__ = [
-    "CheckpointConfig",
-    "CompressionConfig",
-    "Config",
-    "DataConfig",
-    "LoraConfig",
-    "MeshConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PlanConfig",
-    "ProfileConfig",
-    "RopeConfig",
-    "RouterConfig",
-    "TrackConfig",
-    "TrainConfig",
-    "WatchdogConfig",
-]
 
 
 @dataclass(frozen=True)

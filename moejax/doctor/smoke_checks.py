@@ -32,12 +32,11 @@ from moejax.config.schema import (
     TrainConfig,
 )
 from moejax.kernels.attention.blocked import attention
-from moejax.kernels.choice import Choice
 from moejax.kernels.experts.expert_mlp import IN_E4M3, expert_mlp
 from moejax.kernels.experts.expert_weights import Weights
 from moejax.kernels.experts.quantize import dequantize, dequantize_sum, quantize
 from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
-from moejax.kernels.select import hardware_of, select_kernels
+from moejax.kernels.select import Choice, hardware_of, select_kernels
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import Hop, Route

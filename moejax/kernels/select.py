@@ -4,6 +4,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -14,8 +15,36 @@ from moejax.config.compression import BLOCKS, TOKENS, build_compression
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.kernels.attention.splash import LANES
-from moejax.kernels.choice import Choice, Hardware
 from moejax.kernels.formats import TILE
+
+HOPPER = "9.0"
+# Largest mask of cuDNN's attention on a device, two bytes for each pair of positions; above it
+# our own attention, which needs no mask, is selected.
+MASK_BYTES = 2**30
+SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware that a program is compiled for.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      capability: CUDA's compute capability; None if unknown, as for a mesh without devices: then
+        Hopper is assumed.
+    """
+
+    platform: str
+    capability: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation, the reason for it, and why preferred kernels were declined."""
+
+    implementation: str
+    reason: str
+    declined: tuple[tuple[str, str], ...] = ()  # implementation, reason
 
 
 def select_splash(
@@ -58,13 +87,6 @@ def megablox_declines(hardware: Hardware, dtype: str, width: int, hidden: int) -
     return None
 
 
-HOPPER = "9.0"
-# Largest mask of cuDNN's attention on a device, two bytes for each pair of positions; above it
-# our own attention, which needs no mask, is selected.
-MASK_BYTES = 2**30
-SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
-
-
 def hardware_of(mesh: Mesh | AbstractMesh, platform: str) -> Hardware:
     """Returns the hardware of a mesh, whose devices are all alike."""
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -79,13 +101,14 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
         kernel declines.
     """
     model, choices = cfg.model, _attention_choices(cfg, hardware)
+    tensor, hidden_is_cut = cfg.mesh.tensor, cfg.mesh.expert_weights == "hidden"
     if model.has_experts:
         choices["experts"] = select_experts(
             hardware,
             cfg.moe.implementation,
             dtype=model.dtype,
             width=model.width,
-            hidden=cfg.moe.expert_hidden // (cfg.mesh.tensor if _hidden_is_cut(cfg) else 1),
+            hidden=cfg.moe.expert_hidden // (tensor if hidden_is_cut else 1),
             plain=model.clamp is None and not cfg.moe.expert_bias,
         )
     policy = build_compression(cfg.compression)
@@ -106,7 +129,12 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
             choices=cfg.moe.experts_per_token,
         )
     if cfg.kernels == "required":
-        _require(choices)
+        for operation, choice in choices.items():
+            for name, reason in choice.declined:
+                raise InputError(
+                    f"`kernels` is required, but {name} declines {operation}: {reason}. Set "
+                    f"kernels=auto to take {choice.implementation}."
+                )
     return choices
 
 
@@ -143,19 +171,6 @@ def _parts_of_sequence(cfg: Config) -> int:
     if mesh.stage == 1 or not cfg.model.predict_ahead:
         return 1
     return mesh.stage * (mesh.tensor if mesh.activations == "sequence" else 1)
-
-
-def _hidden_is_cut(cfg: Config) -> bool:
-    return cfg.mesh.expert_weights == "hidden"
-
-
-def _require(choices: dict[str, Choice]) -> None:
-    for operation, choice in choices.items():
-        for name, reason in choice.declined:
-            raise InputError(
-                f"`kernels` is required, but {name} declines {operation}: {reason}. Set "
-                f"kernels=auto to take {choice.implementation}."
-            )
 
 
 def select_experts(

@@ -183,16 +183,6 @@ def start(mesh: MeshConfig) -> list[Any]:
             f"hardware that is present. Install moejax[cuda13] or moejax[tpu], or set "
             f"mesh.platform=cpu."
         ) from error
-    check_even(devices)
-    return devices
-
-
-def check_even(devices: list[Any]) -> None:
-    """Checks that all processes have the same number of devices.
-
-    Raises:
-      InputError: the same in all processes.
-    """
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"process {index} has {counts[index]}" for index in sorted(counts))
@@ -200,6 +190,7 @@ def check_even(devices: list[Any]) -> None:
             f"processes have different numbers of devices. {listed}. All must have as many. Start "
             f"each with the same devices: CUDA_VISIBLE_DEVICES, or JAX_NUM_CPU_DEVICES on CPU."
         )
+    return devices
 
 
 def _simulate(count: int) -> None:

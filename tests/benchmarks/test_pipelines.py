@@ -67,11 +67,6 @@ def test_dispatch_without_duplicates_gains_what_the_links_allow(ratio, ranks, bo
     assert duplicated / (run(stages, chunks) - left) == pytest.approx(overlapped, rel=1e-12)
 
 
-def test_gain_of_dispatch_is_never_above_the_tensor_ranks():
-    assert max(overlapped for _, (tensor, _), (_, overlapped) in CASES if tensor == 8) == 8
-    assert max(overlapped for _, (tensor, _), (_, overlapped) in CASES if tensor == 4) == 4
-
-
 @given(stages=STAGES)
 def test_the_best_number_of_chunks_is_beside_the_ideal_one(stages):
     def slowest(chunks):
@@ -131,11 +126,3 @@ def test_codecs_of_ratio_two_need_twice_the_speed_of_the_link(link, needed):
     for speed, pays in ((0.99, False), (1.01, True)):
         plain, stages = compression(1e9, link, 2.0, 2 * needed * speed, 2 * needed * speed)
         assert (run(stages, 1) < plain) == pays
-
-
-def test_chunks_stand_stage_after_stage_and_wait_for_what_they_must():
-    stages = [Stage("there", "slow", 2), Stage("experts", "compute", 4, 0.5)]
-    tasks = pipeline(stages, 2, after=(0,), place=3)
-    assert [task.name for task in tasks] == ["there 0", "there 1", "experts 0", "experts 1"]
-    assert [task.after for task in tasks] == [(0,), (0,), (3,), (4,)]
-    assert [task.seconds for task in tasks] == [1, 1, 2.5, 2.5]

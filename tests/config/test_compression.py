@@ -1,8 +1,14 @@
 import pytest
 
-from moejax.config.compression import NO_COMPRESSION, CodecSpec, build_compression, describe_codecs
+from moejax.config.compression import (
+    GRADIENTS,
+    NO_COMPRESSION,
+    CodecSpec,
+    build_compression,
+    describe_codecs,
+)
 from moejax.config.load import load_config
-from moejax.config.schema import CompressionConfig
+from moejax.config.schema import CompressionConfig, LoraConfig
 from moejax.errors import InputError
 
 
@@ -123,6 +129,20 @@ def test_the_group_may_be_named_by_its_preset(tmp_path):
     changed = load_config(tmp_path / "c.yaml", ["compression=none", by_class]).compression
     assert (changed.preset, changed.dense_gradient, changed.block) == ("none", "int8+feedback", 64)
     assert changed.dispatch == "none,int8@5"
+
+
+def test_a_preset_keeps_its_codecs_of_tokens_alone():
+    policy = build(preset="strong").without(GRADIENTS)
+    now = policy.at(0)
+    assert (now.dense_gradient, now.expert_gradient, policy.adaptive) == (None, None, False)
+    assert now.dispatch == build(preset="strong").at(0).dispatch
+    gradients = build(dense_gradient="none,adaptive:0.9:int8|int4@5")
+    assert gradients.without(GRADIENTS) == NO_COMPRESSION
+
+
+def test_the_scale_of_adapters_is_alpha_over_rank_and_two_by_default():
+    assert LoraConfig(rank=8, alpha=4.0).scale == 0.5
+    assert LoraConfig(rank=8).scale == 2.0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 import pytest
 
+from moejax.config.files import named_configs
+from moejax.config.load import load_config
+from moejax.errors import InputError
 from tests.config.files import error_of, python_config
 
 
@@ -9,30 +12,23 @@ from tests.config.files import error_of, python_config
     ("name", "content", "fragments"),
     [
         ("a.yaml", "model:\n  width: x", ["a.yaml, line 2: `model.width` must be an integer"]),
-        ("a.yaml", "model:\n  width: true", ["line 2", "Got True"]),
         ("a.yaml", "model:\n\n  n_expert: 3", ["line 3: unknown field `model.n_expert`"]),
         ("a.yaml", "modl: {}", ["line 1: unknown field `modl`. Did you mean `model`?"]),
-        ("a.yaml", "model: 3", ["line 1: `model` is a group"]),
         ("a.yaml", "model:", ["line 1: `model` is a group"]),
         ("a.yaml", "train: {seed: {a: 1}}", ["unknown field `train.seed.a`"]),
         ("a.yaml", "train: {seed: {}}", ["`train.seed` must be an integer. Got {}"]),
         ("a.yaml", "train:\n  seed: 1\n  seed: 2", ["line 3: `train.seed` is set twice"]),
         ("a.yaml", "train: {seed: 1}\ntrain.seed: 2", ["line 2: `train.seed` is set twice"]),
-        ("a.yaml", "data: {train_files: 3}", ["must be a list of strings. Got 3"]),
         ("a.yaml", "data: {train_files: {a: b}}", ["unknown field `data.train_files.a`"]),
         ("a.yaml", "data: {train_files: [1]}", ["must be a list of strings. Got [1]"]),
-        ("a.yaml", "data: {train_weights: a}", ["must be a list of numbers. Got 'a'"]),
         ("a.yaml", "data: {train_weights: true}", ["must be a list of numbers. Got True"]),
         ("a.yaml", "optimizer: {epsilon: .nan}", ["must be a finite number. Got nan"]),
-        ("a.yaml", "optimizer: {epsilon: -.inf}", ["must be a finite number. Got -inf"]),
         ("a.yaml", "optimizer: {epsilon: 1%s}" % ("0" * 400), ["must be a finite number"]),
         ("a.yaml", "train: {seed: %s}" % ("9" * 5000), ["line 1: an integer has thousands"]),
         ("a.yaml", "train: {seed: 010}", ["must be an integer. Got '010'"]),
         ("a.yaml", "a:\n  b: !!python/object/apply:os.system [x]", ["line 2: tag !!python/object"]),
-        ("a.yaml", "model: !!python/name:os.system {}", ["line 1: tag !!python/name", "refused"]),
         ("a.yaml", "!!python/name:os.system", ["line 1: tag !!python", "refused"]),
         ("a.yaml", "a: &x [1]\nb: *x", ["line 2: alias *x is refused"]),
-        ("a.yaml", "a: &x {b: *x}", ["line 1: alias *x is refused"]),
         ("a.yaml", "? [a]\n: b", ["line 1: the name of a setting is plain text"]),
         ("a.yaml", "- a", ["line 1: a config is a mapping"]),
         ("a.yaml", "a: [\n", ["a.yaml, line 2: while parsing", "expected"]),
@@ -61,7 +57,6 @@ from tests.config.files import error_of, python_config
         ("a.json", '{"optimizer": {"epsilon": NaN}}', ["must be a finite number"]),
         ("a.json", "\ufeff{}", ["line 1", "BOM"]),
         ("a.py", "", ["a.py has no function get_config()"]),
-        ("a.py", "get_config = 3", ["a.py has no function get_config()"]),
         ("a.py", "def get_config():\n    return {}", ["a.py: get_config() returned dict"]),
         ("a.py", "x = 1\ndef get_config(:\n", ["a.py, line 2: SyntaxError"]),
         ("a.py", "import sys\nsys.exit(0)", ["a.py: the file ended the program: sys.exit(0)"]),
@@ -80,7 +75,6 @@ from tests.config.files import error_of, python_config
             ["a.py: `model.width` must be at least 1"],
         ),
         ("a.py", python_config("config.model.width = None"), ["must be an integer. Got None"]),
-        ("a.py", python_config("config.model.width = True"), ["must be an integer. Got True"]),
         ("a.txt", "", ["a.txt ends in '.txt'", "Use .py, .yaml, .yml or .json"]),
         ("a", "", ["Use .py, .yaml, .yml or .json"]),
     ],
@@ -116,3 +110,21 @@ def test_a_refused_tag_runs_nothing(config_file, tmp_path):
 def test_an_error_inside_a_helper_names_the_line_of_the_config_file(config_file):
     content = "import json\n\ndef get_config():\n    return json.loads('{')\n"
     assert "a.py, line 4: JSONDecodeError" in error_of(config_file("a.py", content))
+
+
+def test_a_name_is_the_file_of_that_name():
+    known = named_configs()
+    assert {"tiny", "olmoe_1b_7b", "deepseek_v3"} <= set(known)
+    assert load_config("tiny") == load_config(known["tiny"])
+
+
+def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").write_text("")
+    with pytest.raises(InputError, match="no suffix"):
+        load_config("tiny")
+
+
+def test_a_name_that_is_not_there_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="Did you mean olmoe_1b_7b"):
+        load_config("olmoe_1b")

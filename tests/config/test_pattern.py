@@ -59,6 +59,13 @@ def test_a_pattern_is_as_long_as_both_kinds_take_to_repeat():
     assert (rest, once) == ((BlockKind("dense", 8), BlockKind("moe", 8)), 1)
 
 
+def test_layers_before_the_stages_and_their_chunks_are_groups_of_their_own():
+    cfg = ModelConfig(num_layers=7, first_dense_layers=1, layers_before_stages=2)
+    assert [repeats for _, repeats in layer_groups(cfg)] == [1, 2, 4]
+    cfg = ModelConfig(num_layers=9, layers_before_stages=1, stage_chunks=2)
+    assert [repeats for _, repeats in layer_groups(cfg)] == [1, 4, 4]
+
+
 @given(
     layers=st.integers(1, 30),
     first_dense=st.integers(0, 5),

@@ -5,7 +5,6 @@ names must be in the repository, be made by a command of the pages, or be the re
 """
 
 import argparse
-import importlib.machinery
 import importlib.util
 import re
 import subprocess
@@ -23,6 +22,7 @@ from moejax.config.command_line import Parser
 from moejax.config.load import load_config, parse_overrides, split_overrides
 from moejax.errors import InputError
 from tests.docs.pages import ASSIGNED, ROOT, Block, Command, words_of
+from tests.launch.modules import module
 
 # Files that a reader brings along.
 OWN = {
@@ -156,26 +156,18 @@ def _python(words: list[str], made: Made) -> Iterator[str]:
     if words[0] != "-m":
         yield words[0]
         return
-    module, rest = words[1], words[2:]
-    if module.startswith("moejax."):
-        yield from _moejax([module.split(".")[1], *rest], made)
-        return
-    if module == "pytest":
+    name, rest = words[1], words[2:]
+    if name.startswith("moejax."):
+        yield from _moejax([name.split(".")[1], *rest], made)
+    elif name == "pytest":
         yield from (word for word in rest if word.startswith("tests"))
-        return
-    if importlib.util.find_spec(module) is None:
-        raise BadCommandError(f"no module {module}")
+    elif importlib.util.find_spec(name) is None:
+        raise BadCommandError(f"no module {name}")
 
 
 def _launcher(program: str, words: list[str]) -> list[str]:
     """Returns the command behind the launcher's flags."""
-    path = ROOT / program
-    loader = importlib.machinery.SourceFileLoader(path.name, str(path))
-    spec = importlib.util.spec_from_loader(path.name, loader)
-    module = importlib.util.module_from_spec(spec)
-    with patch.object(sys, "path", [str(path.parent), *sys.path]):
-        loader.exec_module(module)
-    parsed, _ = parsed_by(module.main, program, words)
+    parsed, _ = parsed_by(module(PurePosixPath(program).name).main, program, words)
     return parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
 
 

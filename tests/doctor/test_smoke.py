@@ -10,7 +10,7 @@ from moejax.doctor import machine
 from moejax.doctor import smoke_checks as checks
 from moejax.doctor.command import main
 from moejax.doctor.smoke import smoke
-from moejax.kernels.choice import Choice
+from moejax.kernels.select import Choice
 from tests.cases import small_config
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")

@@ -158,43 +158,36 @@ def test_documents_cost_cudnn_a_mask():
     assert (2, 1, 2050, 2050) in found
 
 
+def priced(run, *shapes):
+    """The FLOPs of each of cuDNN's operations in a program, where no GPU is."""
+    arrays = [jax.ShapeDtypeStruct((2, 64, *shape), jnp.bfloat16) for shape in shapes]
+    segment = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    with described_cudnn():
+        program = jax.make_jaxpr(run)(*arrays, segment)
+    costs = (attention_cost(eqn.primitive.name, eqn) for eqn in equations(program))
+    return [cost["flops"] for cost in costs if cost is not None]
+
+
 @pytest.mark.parametrize(("window", "pairs"), [(None, 64 * 65 // 2), (10, 55 + 54 * 10)])
 def test_what_cudnn_computes_is_priced(window, pairs):
     """Of the pairs that causality and the window let through; a mask hides none from it."""
-    q = jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.bfloat16)
-    segment = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    for name, counted in (("cudnn", pairs), ("cudnn_masked", 64 * 65 // 2)):
 
-    def priced(implementation):
-        def forward(q, segment):
-            return attention(q, q, q, segment, window=window, implementation=implementation)
+        def forward(q, segment, name=name):
+            return attention(q, q, q, segment, window=window, implementation=name)
 
-        with described_cudnn():
-            program = jax.make_jaxpr(forward)(q, segment)
-        named = [(eqn.primitive.name, eqn) for eqn in equations(program)]
-        costs = [cost for name, eqn in named if (cost := attention_cost(name, eqn)) is not None]
-        return {cost["flops"] for cost in costs}
-
-    assert priced("cudnn") == {4 * 2 * 4 * 16 * pairs}
-    assert priced("cudnn_masked") == {4 * 2 * 4 * 16 * 64 * 65 // 2}
+        assert set(priced(forward, (4, 16))) == {4 * 2 * 4 * 16 * counted}
 
 
 def test_heads_of_two_widths_are_priced_as_cudnn_pads_them():
-    """DeepSeek-V3's, where no GPU is: 192 channels of keys, 128 of values."""
-    q = jax.ShapeDtypeStruct((2, 64, 4, 192), jnp.bfloat16)
-    v = jax.ShapeDtypeStruct((2, 64, 4, 128), jnp.bfloat16)
-    segment = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    """DeepSeek-V3's: 192 channels of keys, 128 of values."""
 
     def total(q, v, segment):
         y = attention(q, q, v, segment, window=None, implementation="cudnn", scale=0.1)
         assert y.shape == v.shape
         return jnp.sum(y.astype(jnp.float32))
 
-    with described_cudnn():
-        program = jax.make_jaxpr(jax.grad(total, (0, 1)))(q, v, segment)
-    named = [(eqn.primitive.name, eqn) for eqn in equations(program)]
-    flops = sum(
-        cost["flops"] for name, eqn in named if (cost := attention_cost(name, eqn)) is not None
-    )
+    flops = sum(priced(jax.grad(total, (0, 1)), (4, 192), (4, 128)))
     assert flops == (4 + 10) * 2 * 4 * 192 * (64 * 65 // 2)
 
 

@@ -14,7 +14,6 @@ from moejax.kernels.experts import blocked_mlp
 from moejax.kernels.experts.activation import activate
 from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
 from moejax.kernels.experts.expert_weights import Factors, Weights
-from moejax.kernels.experts.grouped_matmul import add_bias
 from moejax.kernels.experts.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from tests.cases import few
 
@@ -200,54 +199,56 @@ def one_by_one(sizes, limit, x, w_in, w_out, b_in=None, b_out=None):
 SIZES = [40, 0, 90, 1, 79, 0]
 
 
+def factors(shapes, dtype=np.float32):
+    rng = np.random.default_rng(3)
+    return Factors(*(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["blocked", "ragged_dot", "reference"])
-@pytest.mark.parametrize("limit", [None, LIMIT])
-@pytest.mark.parametrize("biased", [False, True])
-def test_biases_and_the_clamp_give_the_plain_forms_value_and_gradients(
-    implementation, limit, biased
-):
-    *arrays, gradient = with_biases(SIZES, 5)
-    arrays = arrays if biased else arrays[:3]
-    counts = jnp.asarray(SIZES, jnp.int32)
+@pytest.mark.parametrize(
+    ("implementation", "limit", "biased", "adapted"),
+    [
+        ("blocked", None, False, ""),
+        ("blocked", LIMIT, True, ""),
+        ("blocked", None, False, "in out"),
+        ("blocked", LIMIT, True, "in"),
+        ("blocked", None, True, "out"),
+        ("ragged_dot", None, True, ""),
+        ("ragged_dot", LIMIT, False, ""),
+        ("ragged_dot", LIMIT, True, "in out"),
+        ("reference", LIMIT, True, ""),
+        ("reference", None, False, "out"),
+    ],
+)
+def test_value_and_gradients_are_those_of_the_plain_form(implementation, limit, biased, adapted):
+    """Of all that is trained, and of ones, as if results were multiplied by them."""
+    x, *weights, gradient = with_biases(SIZES, 5)
+    weights = weights if biased else weights[:2]
+    counts, G, rows = jnp.asarray(SIZES, jnp.int32), len(SIZES), sum(SIZES)
+    of_in, of_out = factors([(G, 6, 3), (G, 3, 2, 4)]), factors([(G, 4, 3), (G, 3, 6)])
+    adapters = of_in if "in" in adapted else None, of_out if "out" in adapted else None
+    trained, one_M1 = adapters if adapted else weights, jnp.ones((len(gradient), 1))
 
-    def with_kernel(x, w_in, w_out, *biases):
-        options = {"implementation": implementation, "limit": limit}
-        return expert_mlp(x, w_in, w_out, counts, biases=biases or None, **options)
+    def with_kernel(x, trained, one_M1):
+        (w_in, w_out, *biases), own = (weights, trained) if adapted else (trained, adapters)
+        options = {"implementation": implementation, "limit": limit, "adapters": own}
+        options |= {"biases": tuple(biases) or None, "one_M1": one_M1}
+        return expert_mlp(x, w_in, w_out, counts, **options)
 
-    got = value_and_pulled(with_kernel, arrays, gradient)
-    wanted = value_and_pulled(functools.partial(one_by_one, SIZES, limit), arrays, gradient)
-    rows = sum(SIZES)
-    assert not np.asarray(got[0])[rows:].any(), "rows past the last group are zero"
+    def by_hand(x, trained, one_M1):
+        (w_in, w_out, *biases), own = (weights, trained) if adapted else (trained, adapters)
+        w_in, w_out = (
+            w if pair is None else w + jnp.einsum("gka,ga...->gk...", *pair)
+            for w, pair in zip((w_in, w_out), own, strict=True)
+        )
+        return one_by_one(SIZES, limit, x, w_in, w_out, *biases) * one_M1
+
+    arrays = x, trained, one_M1
+    got, wanted = (value_and_pulled(f, arrays, gradient) for f in (with_kernel, by_hand))
+    assert not got[0][rows:].any(), "rows past the last group are zero"
     for have, want in zip(got, wanted, strict=True):
         bound = rows * np.finfo(np.float32).eps * max(np.abs(want).max(), 1)
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["blocked", "ragged_dot", "reference"])
-@pytest.mark.parametrize("limit", [None, LIMIT])
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_gradient_of_ones_is_each_row_times_its_gradient(implementation, limit, biased):
-    """As if results were multiplied by them."""
-    *arrays, gradient = with_biases(SIZES, 5)
-    arrays = arrays if biased else arrays[:3]
-    counts, rows = jnp.asarray(SIZES, jnp.int32), sum(SIZES)
-
-    def with_kernel(one_M1):
-        biases = (arrays[3], arrays[4]) if biased else None
-        options = {"implementation": implementation, "limit": limit, "one_M1": one_M1}
-        return expert_mlp(*arrays[:3], counts, biases=biases, **options)
-
-    one_M1 = jnp.ones((len(gradient), 1))
-    y, pull = jax.vjp(with_kernel, one_M1)
-    wanted = one_by_one(SIZES, limit, *arrays)
-    np.testing.assert_array_equal(y, with_kernel(None))
-    (dots,) = pull(gradient)
-    want = jnp.sum(wanted * gradient, axis=1, keepdims=True)
-    terms = np.abs(np.asarray(wanted)) @ np.abs(np.asarray(gradient)).T
-    bound = 16 * np.finfo(np.float32).eps * terms.max()
-    np.testing.assert_allclose(dots[:rows], want[:rows], rtol=0, atol=bound)
 
 
 def value_and_pulled(function, arrays, gradient):
@@ -256,11 +257,12 @@ def value_and_pulled(function, arrays, gradient):
     @jax.jit
     def both(arrays, gradient):
         y, pull = jax.vjp(function, *arrays)
-        return [y, *pull(gradient)]
+        return y, pull(gradient)
 
-    y, dx, *rest = map(np.array, both(arrays, gradient))
-    dx[sum(SIZES) :] = 0
-    return [y, dx, *rest]
+    y, *found = map(np.array, jax.tree.leaves(both(arrays, gradient)))
+    for of_rows in (array for array in found if len(array) == len(gradient)):
+        of_rows[sum(SIZES) :] = 0
+    return [y, *found]
 
 
 def test_in_e4m3_products_are_rounded_and_biases_are_not():
@@ -282,59 +284,6 @@ def test_in_e4m3_products_are_rounded_and_biases_are_not():
     got, wanted = (value_and_pulled(f, arrays, gradient) for f in (in_e4m3, by_hand))
     for have, want in zip(got, wanted, strict=True):
         bound = len(group_M) * np.finfo(np.float32).eps * max(np.abs(want).max(), 1)
-        np.testing.assert_allclose(have, want, rtol=0, atol=bound)
-
-
-def factors(shapes, scale=1.0, dtype=np.float32):
-    rng = np.random.default_rng(3)
-    return Factors(*(jnp.asarray(scale * rng.standard_normal(shape), dtype) for shape in shapes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("implementation", "biased", "which"),
-    [
-        ("blocked", False, "both"),
-        ("blocked", True, "in"),
-        ("blocked", True, "out"),
-        ("ragged_dot", True, "both"),
-        ("reference", False, "out"),
-    ],
-)
-def test_adapters_give_the_value_and_gradients_of_the_sum(implementation, biased, which):
-    """Of rows, factors and ones; that of a factor by the chain rule from the plain form's."""
-    *arrays, gradient = with_biases(SIZES, 5)
-    arrays, rest = arrays[:3], arrays[3:] if biased else []
-    counts, G = jnp.asarray(SIZES, jnp.int32), len(SIZES)
-    adapters = (
-        factors([(G, 6, 3), (G, 3, 2, 4)]) if which != "out" else None,
-        factors([(G, 4, 3), (G, 3, 6)]) if which != "in" else None,
-    )
-    x, one_M1 = arrays[0], jnp.ones((len(gradient), 1))
-    limit = LIMIT if biased else None
-
-    def with_kernel(x, adapters, one_M1):
-        options = {"implementation": implementation, "limit": limit, "adapters": adapters}
-        return expert_mlp(
-            x, *arrays[1:], counts, biases=tuple(rest) or None, one_M1=one_M1, **options
-        )
-
-    def of_sums(x, adapters, one_M1):
-        w_in, w_out = (
-            w if own is None else w + jnp.einsum("gka,ga...->gk...", *own)
-            for w, own in zip(arrays[1:], adapters, strict=True)
-        )
-        return one_by_one(SIZES, limit, x, w_in, w_out, *rest) * one_M1
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(function):
-        y, pull = jax.vjp(function, x, adapters, one_M1)
-        return y, *pull(gradient)
-
-    rows, got, wanted = sum(SIZES), both(with_kernel), both(of_sums)
-    for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        have, want = (v[:rows] if len(v) == len(gradient) else v for v in (have, want))
-        bound = rows * np.finfo(np.float32).eps * max(np.abs(want).max(), 1)
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
@@ -409,23 +358,6 @@ def test_clamped_swiglu_passes_what_is_not_a_number_and_gradients_at_the_limit()
     assert gate[1] == 0
     assert (up[:2] != 0).all()
     assert up[3] == 0
-
-
-@pytest.mark.slow
-@few(12)
-@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), spare=st.integers(0, 5))
-def test_add_bias_adds_to_rows_of_a_group_and_sums_over_them(sizes, spare):
-    rng, M, G = np.random.default_rng(0), sum(sizes) + spare, len(sizes)
-    x, gradient = (jnp.asarray(rng.standard_normal((M, 3)), jnp.float32) for _ in range(2))
-    bias = jnp.asarray(rng.standard_normal((G, 3)), jnp.float32)
-    y, pull = jax.vjp(lambda x, b: add_bias(x, b, jnp.asarray(sizes, jnp.int32)), x, bias)
-    dx, dbias = pull(gradient)
-    group_M = np.repeat(np.arange(G + 1), [*sizes, spare])
-    bias_M = np.concatenate([bias, np.zeros((1, 3), np.float32)])[group_M]
-    np.testing.assert_array_equal(y, x + bias_M)
-    np.testing.assert_array_equal(dx, gradient)
-    sums = [np.asarray(gradient)[group_M == g].sum(axis=0, dtype=np.float64) for g in range(G)]
-    np.testing.assert_allclose(dbias, np.stack(sums), atol=1e-5)
 
 
 def test_the_price_of_frozen_experts_has_adapters_and_no_gradients_of_weights():

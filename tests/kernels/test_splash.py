@@ -52,13 +52,10 @@ def check(*, heads=(2, 2), widths=(32, 32), window=None, sinks=False, isolated=T
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
-def test_documents_are_kept_apart():
-    check()
-
-
 @pytest.mark.parametrize(
     "case",
     [
+        {},
         {"isolated": False},
         {"heads": (4, 2), "widths": (24, 16)},
         {"window": 5},
@@ -66,7 +63,7 @@ def test_documents_are_kept_apart():
     ],
     ids=str,
 )
-def test_windows_grouped_heads_widths_and_sinks(case):
+def test_documents_windows_grouped_heads_widths_and_sinks(case):
     check(**case)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.modules import wait_for
+
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 needs_slurm = pytest.mark.skipif(
@@ -147,7 +149,7 @@ def running(folder):
                 )
             time.sleep(0.5)
         slurm = Slurm(folder)
-        _wait_for_nodes(slurm, started)
+        wait_for(lambda: _are_idle(slurm, started), 60, slurm.logs)
         yield slurm
     finally:
         for daemon in reversed(started):
@@ -156,11 +158,8 @@ def running(folder):
             daemon.wait(timeout=60)
 
 
-def _wait_for_nodes(slurm, daemons):
-    deadline = time.monotonic() + 60
-    while slurm.command("sinfo", "-h", "-N", "-p", "batch", "-o", "%T", check=False).split() != (
-        ["idle", "idle"]
-    ):
-        assert all(daemon.poll() is None for daemon in daemons), slurm.logs()
-        assert time.monotonic() < deadline, slurm.logs()
-        time.sleep(0.2)
+def _are_idle(slurm, daemons):
+    """Whether both nodes wait for jobs."""
+    assert all(daemon.poll() is None for daemon in daemons), slurm.logs()
+    states = slurm.command("sinfo", "-h", "-N", "-p", "batch", "-o", "%T", check=False)
+    return states.split() == ["idle", "idle"]

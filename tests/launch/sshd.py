@@ -5,11 +5,12 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.launch.modules import wait_for
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 needs_sshd = pytest.mark.skipif(
@@ -54,21 +55,14 @@ def serving(folder):
         "StrictHostKeyChecking": "yes",
     }
     try:
-        _wait(port, daemon)
+        wait_for(lambda: _listens(port, daemon))
         yield ["--port", port, *(f"--ssh_option={name}={v}" for name, v in options.items())]
     finally:
         daemon.terminate()
         daemon.wait(timeout=30)
 
 
-def _wait(port, daemon):
-    """Waits until sshd listens."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            with socket.create_connection((HOSTS[0], port), timeout=1):
-                return
-        except OSError:
-            assert daemon.poll() is None, "sshd has ended"
-            assert time.monotonic() < deadline, "sshd does not listen"
-            time.sleep(0.05)
+def _listens(port, daemon):
+    assert daemon.poll() is None, "sshd has ended"
+    with socket.socket() as trial:
+        return trial.connect_ex((HOSTS[0], port)) == 0

@@ -6,7 +6,6 @@ Both are on this machine. `make cluster` runs these; test_slurm.py and test_ssh.
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from moejax.checkpoint.manifest import finished_steps
 from tests.integration.runs import assert_same_end, describe, environment, records, write_config
 from tests.launch import slurm_cluster, sshd
+from tests.launch.modules import wait_for
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
@@ -55,13 +55,6 @@ def submit(slurm, place, run_dir):
 
 def log_of(slurm, job):
     return (slurm.folder / f"moejax-{job}.log").read_text()
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.01)
 
 
 def saving(run_dir):
@@ -111,7 +104,7 @@ def test_a_job_that_is_cancelled_while_it_saves_goes_on(slurm, place, straight, 
     """By a plain `scancel`, which leaves 30 seconds to stop, or by a signal that ends processes."""
     run_dir = place / f"cancelled-{how.replace(' ', '-')}"
     job = submit(slurm, place, run_dir)
-    wait_for(lambda: saving(run_dir))
+    wait_for(lambda: saving(run_dir), 120)
     slurm.command("scancel", *(["--signal=ABRT"] if how == "at once" else []), job)
     slurm.wait(job, "CANCELLED" if how == "asked" else "FAILED")
     left = finished_steps(run_dir / "checkpoints")
@@ -133,7 +126,7 @@ def test_a_job_that_is_cancelled_while_it_saves_goes_on(slurm, place, straight, 
 def test_a_job_that_made_room_goes_on_by_itself(slurm, place, straight):
     run_dir = place / "preempted"
     job = submit(slurm, place, run_dir)
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and records(run_dir, "step"))
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and records(run_dir, "step"), 120)
     short = slurm.folder / "urgent.sh"
     short.write_text("#!/bin/sh\nsleep 3\n")
     urgent = slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", short)
@@ -162,10 +155,10 @@ def test_a_run_by_ssh_that_lost_its_launcher_goes_on(tmp_path, place, straight, 
         words += ["--logs", tmp_path, "--", *told, *training(place, run_dir)]
         command = [sys.executable, *map(str, words)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        wait_for(lambda: (run_dir / "metrics.jsonl").exists() and records(run_dir, "step"))
+        wait_for(lambda: (run_dir / "metrics.jsonl").exists() and records(run_dir, "step"), 120)
         process.send_signal(number)
         assert process.wait(timeout=60) == (3 if number == signal.SIGTERM else -9)
-        wait_for(lambda: records(run_dir)[-1]["event"] == "stopped")
+        wait_for(lambda: records(run_dir)[-1]["event"] == "stopped", 120)
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming at step" in done.stdout

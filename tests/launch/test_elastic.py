@@ -41,11 +41,3 @@ def test_a_failure_is_passed_on_and_restarts_are_counted(run, ending, code):
     got, shown = run(ending, restarts=1)
     assert got == code, shown
     assert ("generation 2" in shown) == (code == 7)
-
-
-def test_logs_that_cannot_be_kept_start_nothing(run, tmp_path):
-    (tmp_path / "logs").touch()
-    code, shown = run("echo begun")
-    assert code == 2
-    assert shown.startswith(f"error: --logs is {tmp_path / 'logs'}, where output cannot be kept")
-    assert "begun" not in shown

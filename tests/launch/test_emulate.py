@@ -6,10 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.launch.modules import wait_for
 
 ROOT = Path(__file__).parents[2]
 EMULATE = ROOT / "launch" / "emulate"
@@ -45,13 +46,6 @@ def namespaces_of(pid):
     names = [line.split()[0] for line in shown.stdout.splitlines()]
     files = [path.name for path in Path("/etc/netns").glob("*")]
     return [name for name in names + files if name.startswith(f"moejax-{pid}-")]
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.1)
 
 
 @needs_namespaces
@@ -119,16 +113,6 @@ def test_hosts_have_cores_of_their_own(tmp_path, hosts):
     used = [core for cores in found for core in cores]
     assert len(set(used)) == min(len(used), there)  # shared only by hosts that are more than cores
     assert max(map(used.count, used)) == -(-hosts // there)
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_a_failing_host_ends_the_others(tmp_path):
-    script = "test $MOEJAX_PROCESS = 0 && exit 7; sleep 300"
-    began = time.monotonic()
-    code, _ = emulate("--hosts", 2, "--logs", tmp_path, "--", "sh", "-c", script)
-    assert code == 7
-    assert time.monotonic() - began < 60
 
 
 @needs_namespaces

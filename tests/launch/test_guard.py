@@ -6,13 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import pytest
 
 from moejax.version import __version__
-from tests.launch.modules import LAUNCH, module
+from tests.launch.modules import LAUNCH, is_gone, module, wait_for
 
 TEXT = (LAUNCH / "guard.py").read_text()
 # Some commands are not asked again and again.
@@ -95,12 +94,9 @@ def test_when_the_launcher_is_gone_the_command_is_asked_to_stop_and_then_killed(
 
 def test_what_the_command_left_behind_ends_with_it(begin):
     process = begin("sleep 300 & echo up; echo $!; exit 0")
-    left = Path(f"/proc/{process.stdout.readline().strip()}/stat")
+    left = process.stdout.readline().strip()
     assert process.wait(timeout=30) == 0
-    until = time.monotonic() + 10
-    while left.exists() and left.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: is_gone(left))
 
 
 def test_a_command_runs_on_when_nobody_reads_what_it_says(begin, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.modules import module
+from tests.launch.modules import is_gone, module, wait_for
 
 HOST = Path(__file__).parents[2] / "launch" / "host"
 launcher = module("host")
@@ -44,11 +44,8 @@ class Cluster:
         paths = [self.path(number) for number in range(len(self.names))]
         return "".join(path.read_text() for path in paths if path.exists())
 
-    def wait_for(self, pattern, seconds=30):
-        until = time.monotonic() + seconds
-        while not re.search(pattern, self.text()):
-            assert time.monotonic() < until, self.text()
-            time.sleep(0.05)
+    def wait_for(self, pattern):
+        wait_for(lambda: re.search(pattern, self.text()), told=self.text)
 
     def end(self):
         return [self.running[number].wait(timeout=60) for number in sorted(self.running)]
@@ -111,11 +108,7 @@ def test_a_host_that_is_lost_is_left_out_and_leaves_nothing_behind(cluster):
     hosts.running[2].kill()
     assert hosts.end() == [0, 0, -signal.SIGKILL]
     assert "generation 2 on hosts 0, 1: host 2 does not answer" in hosts.text()
-    assert not Path(f"/proc/{pid}").exists() or _is_zombie(pid)
-
-
-def _is_zombie(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    assert is_gone(pid)
 
 
 # A program that does as a run does: it saves when a change is proposed, and goes on in its place.

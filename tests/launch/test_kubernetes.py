@@ -16,17 +16,27 @@ TPU = ["--tpus", "4", "--tpu_accelerator", "tpu-v5p-slice", "--tpu_topology", "2
 COMMAND = ["sh", "-c", 'echo "$HOME: $1" $$; exit 3\n', "yes", "- a: {b}", "1e3", "null", "~", ""]
 
 
-def write(monkeypatch, capsys, *flags, command=("moejax", "train")):
+@pytest.fixture
+def write(monkeypatch, capsys):
     """Returns the launcher's exit code, and what it printed."""
-    monkeypatch.setattr(sys, "argv", ["kubernetes", *NEEDED, *flags, "--", *command])
-    code = launcher.main()
-    return code, *capsys.readouterr()
+
+    def write(*flags, command=("moejax", "train")):
+        monkeypatch.setattr(sys, "argv", ["kubernetes", *NEEDED, *flags, "--", *command])
+        return launcher.main(), *capsys.readouterr()
+
+    return write
 
 
-def wanted(monkeypatch, capsys, *flags, command=("moejax", "train")):
-    code, out, err = write(monkeypatch, capsys, *flags, command=command)
-    assert (code, err) == (0, "")
-    return yaml.safe_load(out)
+@pytest.fixture
+def wanted(write):
+    """Returns the manifest that the launcher prints."""
+
+    def wanted(*flags, **command):
+        code, out, err = write(*flags, **command)
+        assert (code, err) == (0, "")
+        return yaml.safe_load(out)
+
+    return wanted
 
 
 def job_of(jobset):
@@ -40,45 +50,9 @@ def container_of(jobset):
     return container
 
 
-def test_every_pod_finds_its_place(monkeypatch, capsys):
-    jobset = wanted(monkeypatch, capsys)
-    job = job_of(jobset)
-    assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
-    found = {one["name"]: one for one in container_of(jobset)["env"]}
-    # The names that JobSet documents: JOBSET-JOB-0-INDEX.SUBDOMAIN.
-    subdomain = jobset["spec"]["network"]["subdomain"]
-    assert found["MOEJAX_COORDINATOR"]["value"] == f"olmoe-worker-0-0.{subdomain}:29400"
-    assert found["MOEJAX_PROCESSES"]["value"] == "4"
-    index = found["MOEJAX_PROCESS"]["valueFrom"]["fieldRef"]["fieldPath"]
-    assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    address = found["POD_ADDRESS"]["valueFrom"]["fieldRef"]["fieldPath"]
-    assert address == "status.podIP"
-    # A variable can only name those that stand before it.
-    names = list(found)
-    assert names.index("POD_ADDRESS") < names.index("JAX_COORDINATOR_BIND_ADDRESS")
-    assert found["JAX_COORDINATOR_BIND_ADDRESS"]["value"] == "$(POD_ADDRESS):29400"
-
-
-def test_what_is_started_again_and_what_is_not(monkeypatch, capsys):
-    jobset = wanted(monkeypatch, capsys, "--max_restarts", "7", "--grace_seconds", "90")
-    job = job_of(jobset)
-    # A pod that fails fails the Job, and the rule of the JobSet sees why.
-    assert job["backoffLimit"] == 0
-    assert job["template"]["spec"]["restartPolicy"] == "Never"
-    (rule,) = job["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 4])
-    assert rule["onExitCodes"]["containerName"] == container_of(jobset)["name"]
-    policy = jobset["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] == 7
-    (final,) = policy["rules"]
-    assert final["action"] == "FailJobSet"
-    assert final["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 90
-
-
-def test_words_of_the_command_stay_whole(monkeypatch, capsys):
+def test_words_of_the_command_stay_whole(wanted):
     """Kubernetes replaces $(NAME) if there is such a variable, and $$ by $."""
-    jobset = wanted(monkeypatch, capsys, command=COMMAND)
+    jobset = wanted(command=COMMAND)
     read = [re.sub(r"\$\$", "$", word) for word in container_of(jobset)["command"]]
     assert read == COMMAND
 
@@ -98,17 +72,15 @@ def test_words_of_the_command_stay_whole(monkeypatch, capsys):
         ),
     ],
 )
-def test_devices_are_asked_for(monkeypatch, capsys, flags, limits, node):
-    jobset = wanted(monkeypatch, capsys, *flags)
+def test_devices_are_asked_for(wanted, flags, limits, node):
+    jobset = wanted(*flags)
     assert container_of(jobset).get("resources", {}).get("limits") == limits
     assert job_of(jobset)["template"]["spec"].get("nodeSelector") == node
 
 
-def test_runs_are_on_the_claim(monkeypatch, capsys, tmp_path):
+def test_runs_are_on_the_claim(write, tmp_path):
     out = tmp_path / "it.yaml"
-    code, said, _ = write(
-        monkeypatch, capsys, "--mount", "/runs", "--namespace", "me", "--out", str(out)
-    )
+    code, said, _ = write("--mount", "/runs", "--namespace", "me", "--out", str(out))
     assert (code, said) == (0, "")
     jobset = yaml.safe_load(out.read_text())
     assert jobset["metadata"]["namespace"] == "me"
@@ -119,7 +91,7 @@ def test_runs_are_on_the_claim(monkeypatch, capsys, tmp_path):
     assert mounts.keys() == volumes.keys()
 
 
-def test_the_whole_manifest_is_as_kubernetes_and_jobset_document_it(monkeypatch, capsys):
+def test_the_whole_manifest_is_as_kubernetes_and_jobset_document_it(wanted):
     """Every field by its name, as `make cluster` checks with their schemas."""
 
     def field(path):
@@ -172,7 +144,7 @@ def test_the_whole_manifest_is_as_kubernetes_and_jobset_document_it(monkeypatch,
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
     flags = ["--gpus", "8", "--mount", "/runs", "--grace_seconds", "90", "--max_restarts", "7"]
-    assert wanted(monkeypatch, capsys, *flags) == {
+    assert wanted(*flags) == {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {"name": "olmoe"},
@@ -202,6 +174,7 @@ def test_yaml_is_read_as_it_was_meant(value):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ([], "no command"),
         (["--name", "Big"], "--name is `Big`"),
         (["--name", "a" * 60], "52 at most"),
         (["--claim", "a/b"], "--claim is `a/b`"),
@@ -212,25 +185,20 @@ def test_yaml_is_read_as_it_was_meant(value):
         (["--out", "/nowhere/it.yaml"], "--out is /nowhere/it.yaml, which cannot be written"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, flags, message):
-    code, out, err = write(monkeypatch, capsys, *flags)
+def test_bad_input_is_one_line_and_exit_code_2(write, flags, message):
+    code, out, err = write(*flags, command=() if message == "no command" else ("true",))
     assert (code, out) == (2, "")
     assert err.startswith("kubernetes: error: ")
     assert message in err
     assert len(err.splitlines()) == 1
 
 
-def test_no_command_is_bad_input(monkeypatch, capsys):
-    code, _, err = write(monkeypatch, capsys, command=())
-    assert (code, "no command" in err) == (2, True)
-
-
 @pytest.mark.cluster
 @pytest.mark.parametrize("flags", [[], ["--gpus", "8", "--namespace", "me"], TPU])
-def test_kubernetes_knows_every_field(monkeypatch, capsys, flags):
+def test_kubernetes_knows_every_field(wanted, flags):
     """The Job inside, by the schema of Kubernetes, which takes no field that it does not know."""
     validate = pytest.importorskip("kubernetes_validate")
-    spec = job_of(wanted(monkeypatch, capsys, *flags))
+    spec = job_of(wanted(*flags))
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "it"}, "spec": spec}
     for version in ("1.31", "1.37"):
         validate.validate(job, version, strict=True)
@@ -241,10 +209,10 @@ def test_kubernetes_knows_every_field(monkeypatch, capsys, flags):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("flags", [[], ["--gpus", "8", "--namespace", "me"], TPU])
-def test_jobset_knows_every_field(monkeypatch, capsys, flags):
+def test_jobset_knows_every_field(wanted, flags):
     """By models of JobSet's API that Kubeflow's trainer carries, which drop what is not theirs."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    jobset = wanted(monkeypatch, capsys, *flags)
+    jobset = wanted(*flags)
 
     def read_back(value):
         return models.JobsetV1alpha2JobSet.from_dict(value).to_dict()

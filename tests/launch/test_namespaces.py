@@ -1,16 +1,13 @@
-import importlib.util
 import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("namespaces", ROOT / "launch" / "namespaces.py")
-namespaces = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(namespaces)
+from tests.launch.modules import module
+
+namespaces = module("namespaces")
 
 
 @pytest.mark.parametrize(
@@ -98,41 +95,25 @@ def test_hosts_are_joined_by_a_switch_and_each_link_has_its_rate(ran, tmp_path):
     cluster._build()
     switch, hosts = cluster.switch, cluster.hosts
     assert hosts == [f"moejax-{os.getpid()}-h{number}" for number in (0, 1)]
-    assert ran[:3] == [
-        f"ip netns add {switch}",
-        f"ip -n {switch} link add bridge type bridge",
-        f"ip -n {switch} link set bridge up",
-    ]
-    each = (len(ran) - 3) // 2
     for number, host in enumerate(hosts):
-        fabric = [
-            f"ip netns exec {host} sh -c echo {value} > /proc/sys/net/ipv4/{name}"
-            for name, value in (
-                ("tcp_slow_start_after_idle", "0"),
-                ("tcp_congestion_control", "reno"),
-            )
-        ]
-        shaped = [
-            f"tc -n {there} qdisc add dev {device} root tbf rate {rate} burst {burst} limit {limit}"
-            for there, device, rate, burst, limit in (
-                (host, "net0", "8mbit", 4 * 1514, 256 * 69_632),
-                (switch, f"port{number}", "8mbit", 4 * 1514, 256 * 69_632),
-                (host, "lo", "80mbit", 69_632, 40_000_000),
-            )
-        ]
-        assert ran[3 + number * each :][:each] == [
-            f"ip netns add {host}",
-            f"ip -n {switch} link add port{number} type veth peer name net0 netns {host}",
-            f"ip -n {switch} link set port{number} master bridge up",
-            f"ip -n {host} address add 10.77.0.{number + 1}/24 dev net0",
-            f"ip -n {host} link set lo up",
-            f"ip -n {host} link set net0 up",
-            *fabric,
-            *shaped,
-        ]
-        assert (tmp_path / host / "hosts").read_text() == (
-            f"127.0.0.1 localhost\n10.77.0.1 {hosts[0]}\n10.77.0.2 {hosts[1]}\n"
+        peer = f"port{number} type veth peer name net0 netns {host}"
+        assert f"ip -n {switch} link add {peer}" in ran
+        assert f"ip -n {switch} link set port{number} master bridge up" in ran
+        assert f"ip -n {host} address add 10.77.0.{number + 1}/24 dev net0" in ran
+        listed = "".join(f"10.77.0.{n + 1} {name}\n" for n, name in enumerate(hosts))
+        written = (tmp_path / host / "hosts").read_text()
+        assert written == f"127.0.0.1 localhost\n{listed}"
+    assert sum("> /proc/sys/net/ipv4/tcp_" in line for line in ran) == 2 * len(hosts)
+    shaped = [line.partition(" burst")[0] for line in ran if line.startswith("tc")]
+    assert shaped == [
+        f"tc -n {there} qdisc add dev {device} root tbf rate {rate}"
+        for number, host in enumerate(hosts)
+        for there, device, rate in (
+            (host, "net0", "8mbit"),
+            (switch, f"port{number}", "8mbit"),
+            (host, "lo", "80mbit"),
         )
+    ]
 
 
 def test_links_without_a_rate_are_not_shaped(ran):

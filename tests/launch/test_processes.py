@@ -1,6 +1,5 @@
 """What launch/processes.py passes on of how processes ended, also through launch/local."""
 
-import importlib
 import os
 import re
 import shlex
@@ -15,17 +14,22 @@ from types import SimpleNamespace
 import pytest
 
 from moejax.errors import STOPPED
+from tests.launch.modules import module, wait_for
 
 ROOT = Path(__file__).parents[2]
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-sys.path.insert(0, str(ROOT / "launch"))
-group, processes = map(importlib.import_module, ("group", "processes"))
+processes = module("processes")
+group = sys.modules["group"]
 
 
-def local(folder, script):
-    """Runs a shell script as two processes. Returns the launcher's exit code and its output."""
-    command = [ROOT / "launch" / "local", "--processes", 2, "--logs", folder, "--", "sh", "-c"]
-    words = [sys.executable, *map(str, command), script]
+def words_of(folder, script, *flags):
+    """A launcher's command, which runs a shell script as two processes."""
+    command = [ROOT / "launch" / "local", *flags, "--logs", folder, "--", "sh", "-c", script]
+    return [sys.executable, *map(str, command)]
+
+
+def local(folder, script, *flags):
+    """Returns a launcher's exit code and its output."""
+    words = words_of(folder, script, *flags)
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
@@ -95,26 +99,15 @@ def test_who_stopped_as_asked_does_not_hurry_the_others(tmp_path):
     assert "[p0] out of 0" in out
 
 
-def test_who_failed_first_is_said_last_with_its_last_lines(tmp_path):
-    script = "if test $MOEJAX_PROCESS = 1; then echo the reason; kill -9 $$; fi; sleep 0.5; exit 1"
+@pytest.mark.parametrize("said", ["the reason", ""])
+def test_who_failed_first_is_said_last_with_its_last_lines(tmp_path, said):
+    words = f"echo {said};" if said else ""
+    script = f"if test $MOEJAX_PROCESS = 1; then {words} kill -9 $$; fi; sleep 0.5; exit 1"
     code, out = local(tmp_path, script)
     assert code == 137
-    said = out[out.index("launcher: ") :].splitlines()
-    assert said == [
-        "launcher: p1 failed first: ended by SIGKILL; then p0 ended with 1 (a fault). "
-        "p1 said last:",
-        "    the reason",
-    ]
-
-
-def test_of_a_process_that_said_nothing_that_is_said(tmp_path):
-    script = "test $MOEJAX_PROCESS = 1 && kill -9 $$; sleep 0.5; exit 1"
-    code, out = local(tmp_path, script)
-    assert code == 137
-    assert out[out.index("launcher: ") :].splitlines() == [
-        "launcher: p1 failed first: ended by SIGKILL; then p0 ended with 1 (a fault). "
-        "p1 said nothing."
-    ]
+    head = "launcher: p1 failed first: ended by SIGKILL; then p0 ended with 1 (a fault). p1 said "
+    wanted = [f"{head}last:", f"    {said}"] if said else [f"{head}nothing."]
+    assert out[out.index("launcher: ") :].splitlines() == wanted
 
 
 linux = pytest.mark.skipif(
@@ -127,10 +120,7 @@ ONCE = "echo start >> {file}; test $(wc -l < {file}) -ge {starts} || exit {code}
 
 def restarted(folder, script, restarts):
     """Runs a script as one process that may be started again."""
-    command = [ROOT / "launch" / "local", "--processes", 1, "--restarts", restarts]
-    words = [sys.executable, *map(str, command), "--logs", str(folder), "--", "sh", "-c", script]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
+    return local(folder, script, "--processes", 1, "--restarts", restarts)
 
 
 @pytest.mark.parametrize("code", [1, 6, 41, 124])
@@ -157,17 +147,12 @@ def test_a_program_that_fails_again_and_again_is_given_up(tmp_path):
     assert (tmp_path / "p0.log").read_text() == "try\n" * 2  # the log keeps both
 
 
-def begin(folder, script, *flags):
+def begin(folder, script):
     """Begins a launcher of two processes; returns it once both run."""
-    command = [ROOT / "launch" / "local", *flags, "--logs", folder, "--", "sh", "-c"]
-    words = [sys.executable, *map(str, command), f"echo up; {script}"]
+    words = words_of(folder, f"echo up; {script}")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    until = time.monotonic() + 30
-    while not all(
-        (folder / f"p{n}.log").exists() and (folder / f"p{n}.log").read_text() for n in (0, 1)
-    ):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    logs = [folder / f"p{n}.log" for n in (0, 1)]
+    wait_for(lambda: all(log.exists() and log.read_text() for log in logs))
     return process
 
 
@@ -177,10 +162,7 @@ def test_a_launcher_that_is_killed_takes_its_processes_with_it(tmp_path):
     process = begin(tmp_path, marker)
     process.kill()
     process.communicate(timeout=60)
-    until = time.monotonic() + 5
-    while subprocess.run(["pgrep", "-f", marker], capture_output=True).returncode == 0:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: subprocess.run(["pgrep", "-f", marker], capture_output=True).returncode, 5)
 
 
 def test_the_third_interrupt_kills_what_ignores_them(tmp_path):
@@ -204,11 +186,10 @@ def test_an_interrupt_ends_the_wait_for_who_does_not_stop(tmp_path):
 
 def test_a_dry_run_shows_lines_that_a_shell_can_run(tmp_path):
     script = 'echo "$MOEJAX_PROCESS of $MOEJAX_PROCESSES: $JAX_NUM_CPU_DEVICES"'
-    words = ["--dry_run", "--devices", "3", "--logs", str(tmp_path / "logs"), "--", "sh", "-c"]
-    command = [sys.executable, ROOT / "launch" / "local", *words, script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    code, out = local(tmp_path / "logs", script, "--dry_run", "--devices", 3)
+    assert code == 0
     assert not (tmp_path / "logs").exists()
-    for number, line in enumerate(done.stdout.splitlines()):
+    for number, line in enumerate(out.splitlines()):
         name, _, shown = line.partition(" ")
         assert name == f"[p{number}]"
         assert subprocess.check_output(shown, shell=True, text=True) == f"{number} of 2: 3\n"
@@ -238,10 +219,9 @@ def listening(folder, coordinator=None):
     script = shlex.join([sys.executable, str(ROOT / "tests" / "launch" / "listen.py")])
     if coordinator is not None:
         script = f"MOEJAX_COORDINATOR={shlex.quote(coordinator)} {script}"
-    words = [ROOT / "launch" / "local", "--devices", 1, "--logs", folder, "--", "sh", "-c", script]
     kept = {name: value for name, value in os.environ.items() if not re.match("XLA|MOEJAX", name)}
     done = subprocess.run(
-        [sys.executable, *map(str, words)],
+        words_of(folder, script, "--devices", 1),
         env={**kept, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -266,28 +246,14 @@ def test_process_0_listens_at_the_address_that_it_was_given(tmp_path):
     assert listening(tmp_path, f"127.0.0.2:{port}") == ["127.0.0.2"]
 
 
-@pytest.mark.skipif(not LARGE_PAGES.exists(), reason="a kernel without large pages")
-def test_simulated_devices_have_large_pages(monkeypatch):
-    if "[never]" in LARGE_PAGES.read_text():
-        pytest.skip("large pages are off")
+def test_simulated_devices_have_large_pages_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    script = """
-import resource
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-pages = bytearray(2**26)
-for at in range(0, 2**26, 4096):
-    pages[at] = 1
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
     variables = processes.environment("localhost:1", 0, 1, 2)
-    faults = subprocess.check_output([sys.executable, "-c", script], env=variables, text=True)
-    assert int(faults) < 2**26 / 4096 / 10  # all 2**26 / 4096 else, in pages of the usual size
-
-
-def test_the_users_tunables_stay(monkeypatch):
+    assert variables["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
     variables = processes.environment("localhost:1", 0, 1, 2)
     assert variables["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+    assert "GLIBC_TUNABLES" not in processes.environment("localhost:1", 0, 1, None)
 
 
 def test_the_guard_knows_of_each_process_until_it_has_ended(tmp_path):
@@ -297,9 +263,7 @@ def test_the_guard_knows_of_each_process_until_it_has_ended(tmp_path):
         forget=lambda process: told.append(("forget", process.pid)),
     )
     some = group.Group(SimpleNamespace(), guard)
-    some.start(
-        group.Place("one"), ["sleep", "100"], dict(os.environ), (tmp_path / "log").open("wb")
-    )
+    some.start(group.Place("one"), ["sleep", "100"], {}, (tmp_path / "log").open("wb"))
     pid = some._started[0].process.pid
     assert told == [("watch", pid)]
     some.kill()

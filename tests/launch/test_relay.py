@@ -42,3 +42,13 @@ def test_when_the_launcher_is_gone_the_other_host_is_told_by_the_end_of_its_inpu
     process.stdout.close()
     assert process.wait(timeout=30) == 5
     assert (tmp_path / "read").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "passed_on"), [(5, 5), (130, 130), (137, -9), (134, -6), (255, 1)]
+)
+def test_what_ssh_ends_with_is_a_signal_again_or_a_lost_connection(code, passed_on):
+    words = [sys.executable, LAUNCH / "relay.py", "sh", "-c", f"exit {code}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert done.returncode == passed_on
+    assert ("connection failed or was lost" in done.stdout) == (code == 255)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.launch.modules import module
+from tests.launch.modules import module, wait_for
 
 statuses = module("statuses")
 Status = sys.modules["assign"].Status
@@ -34,30 +34,23 @@ def listening(monkeypatch):
         one.close()
 
 
-def wait_until(said):
-    until = time.monotonic() + 10
-    while not said():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_a_host_that_refused_and_came_later_is_there_from_then_on(listening):
     first = listening(0)
-    wait_until(lambda: first._refused)
+    wait_for(lambda: first._refused)
     assert list(first.here()) == [0]
     time.sleep(REFUSED_S)  # longer than a host that is there may refuse
     listening(1)
-    wait_until(lambda: 1 in first._heard)
-    wait_until(lambda: 1 in first.here())
+    wait_for(lambda: 1 in first._heard)
+    wait_for(lambda: 1 in first.here())
     assert first.here()[1].running_s == 1.0
 
 
 def test_a_host_that_ended_is_gone_once_it_refused_for_a_while(listening):
     first, second = listening(0), listening(1)
-    wait_until(lambda: 1 in first.here())
+    wait_for(lambda: 1 in first.here())
     second.close()
     began = time.monotonic()
-    wait_until(lambda: 1 not in first.here())
+    wait_for(lambda: 1 not in first.here())
     assert REFUSED_S <= time.monotonic() - began < statuses.LOST_S
 
 

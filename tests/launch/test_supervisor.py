@@ -16,32 +16,17 @@ LOST_S = supervisor.LOST_S
 RUNNING = assign.Assignment(3, 0, (0, 1), coordinator="127.0.0.1:1")
 
 
-class Others:
-    """What the statuses say: of host 1 only while it answers."""
-
-    def __init__(self, own):
-        self.own, self.answers = own, True
-
-    def here(self):
-        status = assign.Status(RUNNING, running_s=100.0)
-        return {0: self.own()} | ({1: status} if self.answers else {})
-
-
 @pytest.fixture
-def tick(monkeypatch):
+def tick(clock):
     """Lets supervisor 0 of two look at a time; returns the generation that it follows then."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(supervisor, "time", clock)
-    monkeypatch.setattr(supervisor, "say", lambda text: None)
-    host = trainers.Host(0, ["true"], each=1, devices=None, logs=Path())
-    one = supervisor.Supervisor(host, [("127.0.0.1", 1), ("127.0.0.1", 2)], assign.Rules(2))
-    others = Others(lambda: one._own)
-    nothing = SimpleNamespace(running=True, code=None, kill=lambda: None, tell=lambda given: None)
+    clock.now = 0.0
+    one, host_1 = of_hosts(2), assign.Status(RUNNING, running_s=100.0)
     one._place.given, one._place.began = RUNNING, 0.0
 
     def look(now, answers):
-        clock.now, others.answers = now, answers
-        one._tick(others, nothing)
+        clock.now = now
+        others = {1: host_1} if answers else {}
+        one._tick(SimpleNamespace(here=lambda: {0: one._own} | others), Processes())
         return one._place.given.generation
 
     for tenth in range(int(10 * LOST_S) + 10):
@@ -97,25 +82,24 @@ class Processes:
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that sleeping alone moves on."""
-    clock = SimpleNamespace(now=1000.0, slept=[])
-    clock.monotonic = lambda: clock.now
-
-    def sleep(seconds):
-        clock.slept.append(seconds)
-        clock.now += seconds
-
-    clock.sleep = sleep
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr(supervisor, "time", clock)
     monkeypatch.setattr(supervisor, "say", lambda text: None)
     return clock
 
 
+def of_hosts(count):
+    """Supervisor 0 of so many."""
+    host = trainers.Host(0, ["true"], each=1, devices=None, logs=Path())
+    addresses = [("127.0.0.1", port + 1) for port in range(count)]
+    return supervisor.Supervisor(host, addresses, assign.Rules(count))
+
+
 @pytest.fixture
 def one(clock):
     """Supervisor 0 of three, in the place that generation 3 has given it."""
-    host = trainers.Host(0, ["true"], each=1, devices=None, logs=Path())
-    addresses = [("127.0.0.1", port) for port in (1, 2, 3)]
-    one = supervisor.Supervisor(host, addresses, assign.Rules(3))
+    one = of_hosts(3)
     one._place = supervisor.Place(RUNNING, began=0.0, ended=1, said=("a word",))
     return one
 

@@ -31,21 +31,24 @@ def test_a_value_that_the_compiler_refuses_is_an_error():
         known_options({"xla_cpu_enable_fast_math": "perhaps"}, jax.devices()[0])
 
 
-def test_every_hop_may_dispatch_and_combine_at_once_and_a_reduction_beside_them():
-    for hops in (1, 2):
-        (limit,) = compiler_options("gpu", hops=hops).values()
-        assert limit == 2 * hops + 1
-
-
-def test_a_reduction_of_three_hops_has_a_second_slot_beside_the_exchanges():
-    for reduction_hops, more in ((0, 1), (1, 1), (2, 1), (3, 2)):
-        (limit,) = compiler_options("gpu", hops=1, reduction_hops=reduction_hops).values()
-        assert limit == 2 + more
-
-
-def test_what_stages_send_has_a_slot_beside_the_loops_over_layers():
-    for hops, limit in ((0, 2), (1, 4), (2, 6)):
-        assert list(compiler_options("gpu", hops=hops, stages=2).values()) == [limit]
+@pytest.mark.parametrize(
+    ("hops", "more", "slots"),
+    [
+        # Each hop may dispatch and combine at once, and a reduction runs beside them.
+        (1, {}, 3),
+        (2, {}, 5),
+        # A reduction of three hops has a second slot.
+        (1, {"reduction_hops": 0}, 3),
+        (1, {"reduction_hops": 2}, 3),
+        (1, {"reduction_hops": 3}, 4),
+        # Transfers between stages have a slot beside the loops over layers.
+        (0, {"stages": 2}, 2),
+        (1, {"stages": 2}, 4),
+        (2, {"stages": 2}, 6),
+    ],
+)
+def test_collectives_that_may_be_under_way_on_gpus(hops, more, slots):
+    assert list(compiler_options("gpu", hops=hops, **more).values()) == [slots]
 
 
 def test_without_hops_nothing_is_asked_of_gpus_and_of_tpus_only_what_moves_weights():

@@ -3,21 +3,22 @@ import socket
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-import moejax.runtime.start
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.runtime import patches
+from moejax.runtime import start as start_module
+from moejax.runtime.processes import Rank
 from moejax.runtime.start import (
     _timed,
     check_can_listen,
     coordinator_listens_at,
     measure_peak,
-    platform_of,
     start,
 )
 
@@ -58,10 +59,6 @@ def test_the_config_wins_over_the_flags_of_the_environment():
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
-def test_the_platform_is_that_of_the_devices():
-    assert platform_of(jax.devices()) == "cpu"
-
-
 @pytest.mark.parametrize(
     ("seconds", "taken", "best"),
     [((0.5, 0.4, 0.25, 0.3, 0.5, 0.1), 5, 0.25), ((*[0.01] * 9, 0.005, *[0.01] * 9), 15, 0.005)],
@@ -89,7 +86,7 @@ def test_a_product_is_timed_until_it_is_done(monkeypatch):
         return next(clock)
 
     x = jnp.ones(1)
-    monkeypatch.setattr(moejax.runtime.start, "time", SimpleNamespace(perf_counter=read_clock))
+    monkeypatch.setattr(start_module, "time", SimpleNamespace(perf_counter=read_clock))
     monkeypatch.setattr(jax, "block_until_ready", lambda _: seen.append("done"))
     assert _timed(lambda a, b: seen.append("product"), x) == 2.5
     assert seen == ["clock", "product", "done", "clock"]
@@ -141,42 +138,17 @@ def test_where_somebody_listens_is_bad_input():
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What joining a program sets, in a process that has joined none; nothing is started."""
-    did = {}
-    module = moejax.runtime.start
-    state = SimpleNamespace(client="client")
-    config = SimpleNamespace(update=did.__setitem__)
-    initialize = SimpleNamespace(
-        initialize=lambda **given: did.update(initialize=given),
-        shutdown=lambda: did.update(shutdown=True),
-    )
-    monkeypatch.setattr(module, "_address", "127.0.0.1")
-    monkeypatch.setattr(module, "fix_settings", lambda: None)
-    monkeypatch.setattr(patches, "distributed", SimpleNamespace(global_state=state))
-    monkeypatch.setattr(
-        module,
-        "jax",
-        SimpleNamespace(
-            config=config,
-            distributed=initialize,
-            clear_caches=lambda: did.update(cleared=True),
-            extend=SimpleNamespace(
-                backend=SimpleNamespace(clear_backends=lambda: did.update(backends=True))
-            ),
-        ),
-    )
-    monkeypatch.setattr(
-        patches,
-        "xla_bridge",
-        SimpleNamespace(
-            register_backend_factory=lambda *given, **more: did.update(factory=(given, more)),
-            make_cpu_client=lambda *gloo: ("cpu", *gloo),
-        ),
-    )
-    monkeypatch.setattr(module, "meet", lambda rank, at: did.update(met=(rank, at)) or "10.0.0.7")
+    """JAX and its private parts as mocks, in a process that has joined no program."""
+    mocks = SimpleNamespace(jax=Mock(), xla_bridge=Mock(), distributed=Mock())
+    mocks.distributed.global_state.client = "client"
+    monkeypatch.setattr(start_module, "jax", mocks.jax)
+    monkeypatch.setattr(start_module, "_address", "127.0.0.1")
+    monkeypatch.setattr(start_module, "fix_settings", lambda: None)
+    for name in ("xla_bridge", "distributed"):
+        monkeypatch.setattr(patches, name, getattr(mocks, name))
     for name in ("MOEJAX_ASSIGNMENT", "JAX_COORDINATOR_BIND_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
-    return module, did, state
+    return mocks
 
 
 def launched(monkeypatch, coordinator, processes, process):
@@ -187,58 +159,61 @@ def launched(monkeypatch, coordinator, processes, process):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_of_several_joins_the_others_over_gloo(joined, monkeypatch, index):
-    module, did, _ = joined
-    looked_at = []
-    monkeypatch.setattr(module, "check_can_listen", looked_at.append)
-    launched(monkeypatch, "127.0.0.1:29400", 2, index)
-    found = module.join()
+    place, looked_at, met = "127.0.0.1:29400", Mock(), Mock(return_value="10.0.0.7")
+    monkeypatch.setattr(start_module, "check_can_listen", looked_at)
+    monkeypatch.setattr(start_module, "meet", met)
+    launched(monkeypatch, place, 2, index)
+    found = start_module.join()
     assert (found.index, found.count, found._client) == (index, 2, "client")
-    assert did["jax_cpu_collectives_implementation"] == "gloo"
-    assert did["jax_enable_preemption_service"] is False
-    assert did["met"][1] == "127.0.0.1:29400"
-    assert did["initialize"] == {
-        "coordinator_address": "127.0.0.1:29400",
-        "num_processes": 2,
-        "process_id": index,
-        "coordinator_bind_address": "127.0.0.1:29400",
-        "cluster_detection_method": "deactivate",
-    }
-    (platform, _), more = did["factory"]
-    assert (platform, more) == ("cpu", {"fail_quietly": False})
-    assert looked_at == ["127.0.0.1:29400"] * (index == 0)
-    assert module.own_address() == "10.0.0.7"
+    joined.jax.config.update.assert_any_call("jax_cpu_collectives_implementation", "gloo")
+    joined.jax.config.update.assert_any_call("jax_enable_preemption_service", False)
+    met.assert_called_once_with(Rank(place, 2, index), place)
+    joined.jax.distributed.initialize.assert_called_once_with(
+        coordinator_address=place,
+        num_processes=2,
+        process_id=index,
+        coordinator_bind_address=place,
+        cluster_detection_method="deactivate",
+    )
+    assert looked_at.call_args_list == [call(place)] * (index == 0)
+    assert start_module.own_address() == "10.0.0.7"
 
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_process_alone_joins_nobody_and_has_no_gloo_if_it_was_one_of_several(
     joined, monkeypatch, elastic
 ):
-    module, did, _ = joined
     if elastic:
         monkeypatch.setenv("MOEJAX_ASSIGNMENT", "/there")
     launched(monkeypatch, "127.0.0.1:29400", 1, 0)
-    assert module.join().count == 1
-    assert did == ({"jax_cpu_collectives_implementation": None} if elastic else {})
+    assert start_module.join().count == 1
+    settings = [call("jax_cpu_collectives_implementation", None)]
+    assert joined.jax.config.update.call_args_list == settings * elastic
 
 
 def test_gloo_listens_at_the_address_that_others_reach(joined, monkeypatch):
-    module, did, state = joined
-    gloo = SimpleNamespace(make_gloo_tcp_collectives=lambda **given: given)
+    gloo = Mock()
     monkeypatch.setattr(patches, "_jax", gloo)
-    patches.make_cpu_client_with(module.own_address)
-    make = did["factory"][0][1]
-    monkeypatch.setattr(module, "_address", "10.0.0.7")
-    assert make() == ("cpu", {"distributed_client": "client", "hostname": "10.0.0.7"})
-    state.client = None
-    assert make() == ("cpu",)
+    monkeypatch.setattr(start_module, "_address", "10.0.0.7")
+    patches.make_cpu_client_with(start_module.own_address)
+    (platform, make), options = joined.xla_bridge.register_backend_factory.call_args
+    assert (platform, options) == ("cpu", {"fail_quietly": False})
+    make()
+    options = {"distributed_client": "client", "hostname": "10.0.0.7"}
+    gloo.make_gloo_tcp_collectives.assert_called_once_with(**options)
+    made = gloo.make_gloo_tcp_collectives.return_value
+    joined.distributed.global_state.client = None
+    make()
+    assert joined.xla_bridge.make_cpu_client.call_args_list == [call(made), call()]
 
 
 @pytest.mark.parametrize("client", [None, "client"])
 def test_who_leaves_a_program_forgets_its_devices(joined, client):
-    module, did, state = joined
-    state.client = client
-    module.leave()
-    assert did == {"cleared": True, "backends": True} | ({"shutdown": True} if client else {})
+    joined.distributed.global_state.client = client
+    start_module.leave()
+    assert joined.jax.distributed.shutdown.called == (client is not None)
+    assert joined.jax.clear_caches.called
+    assert joined.jax.extend.backend.clear_backends.called
 
 
 @pytest.mark.parametrize(

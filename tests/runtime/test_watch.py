@@ -43,45 +43,35 @@ def test_a_stage_is_told_when_it_ends():
     assert watch.now[0] == Place("save", 4, 4)
 
 
-def test_a_process_that_waits_names_the_one_that_is_behind():
-    peers = {1: Peer(Place("input", 12, 39), 1), 2: Peer(STEP, 1)}
-    assert find_hang((0, STEP, 29), peers, LIMITS) is None
-    found = find_hang((0, STEP, 31), peers, LIMITS)
-    assert found == (
-        "process 1 is behind: it is in input of step 12. Process 0 waits 31 s in step 12."
-    )
+BEHIND = "process 1 is behind: it is in input of step 12. Process 0 waits 31 s in step 12."
 
 
-def test_the_process_that_is_behind_says_so_itself():
-    found = find_hang((1, Place("input", 12, 39), 31), {0: Peer(STEP, 1)}, LIMITS)
-    assert "process 1 itself is behind: it has been 31 s in input of step 12" in found
-
-
-def test_if_none_is_behind_a_link_or_device_is_suspected():
-    assert "no process is behind" in find_hang((0, STEP, 31), {1: Peer(STEP, 1)}, LIMITS)
-    assert find_hang((0, STEP, 31), {}, LIMITS) == "process 0 has been 31 s in step 12."
-
-
-def test_a_process_that_is_not_heard_of_is_named_before_the_deadline():
-    peers = {1: Peer(STEP, 21)}
-    assert find_hang((0, STEP, 19), peers, LIMITS) is None  # this one goes on itself
-    assert "process 1" in find_hang((0, STEP, 21), peers, LIMITS)
-    assert "last heard of 21 s ago" in find_hang((0, STEP, 21), peers, LIMITS)
-
-
-@pytest.mark.parametrize("stage", ["save", "evaluate", "compile"])
-def test_a_slow_save_or_evaluation_of_another_is_no_hang(stage):
-    peers = {1: Peer(Place(stage, 12, 38), 5)}
-    assert find_hang((0, STEP, 500), peers, LIMITS) is None
-    late = find_hang((0, STEP, 601), peers, LIMITS)
-    assert late is None if stage != "save" else "process 1 is behind: it is in save" in late
-
-
-def test_a_process_that_compiles_may_be_silent():
-    peers = {1: Peer(Place("compile", 12, 38), 500)}
-    assert find_hang((0, STEP, 500), peers, LIMITS) is None
-    peers = {1: Peer(Place("save", 12, 38), 500)}
-    assert "process 1 is behind: it is in save" in find_hang((0, STEP, 500), peers, LIMITS)
+@pytest.mark.parametrize(
+    ("own", "peers", "found"),
+    [
+        ((0, STEP, 29), {1: Peer(Place("input", 12, 39), 1), 2: Peer(STEP, 1)}, None),
+        ((0, STEP, 31), {1: Peer(Place("input", 12, 39), 1), 2: Peer(STEP, 1)}, BEHIND),
+        (
+            (1, Place("input", 12, 39), 31),
+            {0: Peer(STEP, 1)},
+            "process 1 itself is behind: it has been 31 s in input of step 12",
+        ),
+        ((0, STEP, 31), {1: Peer(STEP, 1)}, "no process is behind"),  # a link or device is stuck
+        ((0, STEP, 31), {}, "process 0 has been 31 s in step 12."),
+        # One that is not heard of is named before the deadline, if this one does not go on either.
+        ((0, STEP, 19), {1: Peer(STEP, 21)}, None),
+        ((0, STEP, 21), {1: Peer(STEP, 21)}, "and was last heard of 21 s ago"),
+        # A slow save or evaluation of another is no hang, nor is a silent compilation.
+        ((0, STEP, 500), {1: Peer(Place("save", 12, 38), 5)}, None),
+        ((0, STEP, 601), {1: Peer(Place("save", 12, 38), 5)}, "process 1 is behind: it is in save"),
+        ((0, STEP, 601), {1: Peer(Place("evaluate", 12, 38), 5)}, None),
+        ((0, STEP, 601), {1: Peer(Place("compile", 12, 38), 500)}, None),
+        ((0, STEP, 500), {1: Peer(Place("save", 12, 38), 500)}, "process 1 is behind: it is in s"),
+    ],
+)
+def test_a_hang_is_named_after_who_is_behind(own, peers, found):
+    said = find_hang(own, peers, LIMITS)
+    assert said is None if found is None else found in said
 
 
 @given(

@@ -50,7 +50,6 @@ def check(cfg: Config, *, trained: bool = True) -> None:
     _check_training(cfg)
     if cfg.model.has_experts:
         _check_experts(cfg)
-        _check_groups(cfg)
         check_expert_axis(cfg)
         _check_route(cfg)
     _check_compression(cfg)
@@ -198,17 +197,13 @@ def _check_training(cfg: Config) -> None:
 
 
 def _check_experts(cfg: Config) -> None:
-    moe = cfg.moe
-    require(
-        moe.experts_per_token <= moe.num_experts,
-        f"`moe.experts_per_token` = {moe.experts_per_token} is more than `moe.num_experts` = "
-        f"{moe.num_experts}. Lower the first or raise the second.",
-    )
-
-
-def _check_groups(cfg: Config) -> None:
     E, K, router = cfg.moe.num_experts, cfg.moe.experts_per_token, cfg.moe.router
     G, chosen = router.num_groups, router.groups_per_token
+    require(
+        K <= E,
+        f"`moe.experts_per_token` = {K} is more than `moe.num_experts` = {E}. Lower the first or "
+        "raise the second.",
+    )
     if G == 1:
         return
     require(
@@ -234,12 +229,9 @@ def _check_groups(cfg: Config) -> None:
     )
 
 
-def _chunks(cfg: Config) -> tuple[int, int]:
-    return cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
-
-
 def _check_route(cfg: Config) -> None:
     mesh, route = cfg.mesh, cfg.route
+    chunks = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
     if route == "duplicate":
         require(
             mesh.tensor > 1 and mesh.expert_weights == "hidden",
@@ -248,9 +240,9 @@ def _check_route(cfg: Config) -> None:
             "tensor axis above 1 and hidden.",
         )
     require(
-        not cfg.route_trim or _chunks(cfg) == (1, 1),
+        not cfg.route_trim or chunks == (1, 1),
         f"`route_trim` sends each bucket in one piece. `route_chunks` is "
-        f"{' and '.join(map(str, _chunks(cfg)))}, which cuts it. Leave `route_trim` off, or choose "
+        f"{' and '.join(map(str, chunks))}, which cuts it. Leave `route_trim` off, or choose "
         "one chunk.",
     )
     if route in ("merge", "two_level_merge"):

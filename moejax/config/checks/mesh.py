@@ -144,17 +144,15 @@ def check_width(cfg: Config) -> None:
 
 def check_batch(cfg: Config) -> None:
     """Checks that every device gets the same number of sequences in each micro-batch."""
-    mesh, batch = cfg.mesh, cfg.train.batch_sequences
-    if mesh.replica is None:
-        parts = mesh.fsdp * mesh.expert * cfg.train.micro_batches
-        axes = f"mesh.fsdp {mesh.fsdp} x mesh.expert {mesh.expert}"
-    else:
-        parts = mesh.replica * mesh.fsdp * mesh.expert * cfg.train.micro_batches
-        axes = f"mesh.replica {mesh.replica} x mesh.fsdp {mesh.fsdp} x mesh.expert {mesh.expert}"
+    batch, micro = cfg.train.batch_sequences, cfg.train.micro_batches
+    sizes = {f"mesh.{axis}": getattr(cfg.mesh, axis) for axis in ("replica", "fsdp", "expert")}
+    sizes = {axis: size for axis, size in sizes.items() if size is not None}
+    parts = math.prod(sizes.values()) * micro
+    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     require(
         batch % parts == 0,
         f"`train.batch_sequences` = {batch} is not divisible by {parts} = {axes} x "
-        f"train.micro_batches {cfg.train.micro_batches}. Choose {multiples(batch, parts)}.",
+        f"train.micro_batches {micro}. Choose {multiples(batch, parts)}.",
     )
 
 
@@ -189,10 +187,9 @@ def _describe_misfit(cfg: Config, num_devices: int, platform: str, needed: int) 
                 f"start on {multiple} real devices (weights, optimizer state and gradients take "
                 f"{state / 2**30:,.0f} GiB, this machine has {machine_memory() / 2**30:,.0f})"
             )
-    verb = "needs a multiple of" if mesh.replica is None else "needs"
-    count = others if mesh.replica is None else needed
+    wanted = f"a multiple of {others}" if mesh.replica is None else needed
     hint = ", or ".join(remedies)
     return (
-        f"mesh {shown} {verb} {count} devices, found {num_devices} ({platform}). "
+        f"mesh {shown} needs {wanted} devices, found {num_devices} ({platform}). "
         f"{hint[0].upper()}{hint[1:]}."
     )

@@ -65,7 +65,12 @@ def check_stages(cfg: Config) -> None:
     )
     if slices > 1:
         _check_slices(cfg)
-    _check_absent(cfg)
+    layer = cfg.compression.start_layer
+    require(
+        layer == 0,
+        f"`compression.start_layer` is {layer}, and `mesh.stage` is {stages}. All stages run one "
+        "program, so their layers have one codec. Set compression.start_layer=0.",
+    )
 
 
 def _check_slices(cfg: Config) -> None:
@@ -84,13 +89,3 @@ def _check_slices(cfg: Config) -> None:
             f"`{name}` is {get_value(cfg, name)}, and {slices}. {why} Set {name}={value}, or "
             "mesh.stage_slices=1.",
         )
-
-
-def _check_absent(cfg: Config) -> None:
-    """Refuses settings that pipeline stages do not support."""
-    stages = f"`mesh.stage` is {cfg.mesh.stage}"
-    require(
-        cfg.compression.start_layer == 0,
-        f"`compression.start_layer` is {cfg.compression.start_layer}, and {stages}. All stages "
-        "run one program, so their layers have one codec. Set compression.start_layer=0.",
-    )

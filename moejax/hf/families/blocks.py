@@ -7,7 +7,6 @@ from typing import Any
 from moejax.config.fields import short
 from moejax.config.pattern import (
     layer_attention,
-    layer_mlps,
     shortest,
     shortest_attention,
     shortest_mlps,
@@ -60,7 +59,7 @@ class SparseStep:
             return given  # two files may say the same
         if not cfg.layer_mlps and not cfg.first_dense_layers:
             return {"decoder_sparse_step": cfg.moe_every, "mlp_only_layers": []}
-        listed = [index for index, mlp in enumerate(layer_mlps(cfg)) if mlp == "dense"]
+        listed = [index for index, mlp in enumerate(cfg.mlps) if mlp == "dense"]
         return {"decoder_sparse_step": 1, "mlp_only_layers": listed}
 
 

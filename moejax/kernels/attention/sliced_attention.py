@@ -74,17 +74,14 @@ def _sliced(form: Form, q_BTHC, k_BTGC, v_BTGV, past, segment_BS, number, sinks_
 def _forward(form: Form, q_BTHC, k_BTGC, v_BTGV, past, segment_BS, number, sinks_H):
     keys = _joined(past, (k_BTGC, v_BTGV), number)
 
-    def branch(end: int) -> Any:
-        def run(q_BTHC, keys, segment_BS, sinks_H):
-            k_BSGC, v_BSGV = (x[:, :end] for x in keys)
-            arrays = q_BTHC, k_BSGC, v_BSGV, segment_BS[:, :end]
-            if form.implementation == "blocked":
-                return blocked(*arrays, sinks_H, form.window, form.scale)
-            return attention(*arrays, sinks_H=sinks_H, **form.of_attention), None
+    def branch(end: int, q_BTHC, keys, segment_BS, sinks_H):
+        k_BSGC, v_BSGV = (x[:, :end] for x in keys)
+        arrays = q_BTHC, k_BSGC, v_BSGV, segment_BS[:, :end]
+        if form.implementation == "blocked":
+            return blocked(*arrays, sinks_H, form.window, form.scale)
+        return attention(*arrays, sinks_H=sinks_H, **form.of_attention), None
 
-        return run
-
-    branches = [branch(end) for end in form.ends(q_BTHC.shape[1])]
+    branches = [partial(branch, end) for end in form.ends(q_BTHC.shape[1])]
     results = _of_slice(number - form.numbers[0], branches, q_BTHC, keys, segment_BS, sinks_H)
     results = jax.tree.map(lambda x: checkpoint_name(x, ATTENDED), results)
     saved = q_BTHC, k_BTGC, v_BTGV, past, segment_BS, number, sinks_H, results
@@ -95,23 +92,20 @@ def _backward(form: Form, saved, dy_BTHV):
     q_BTHC, k_BTGC, v_BTGV, past, segment_BS, number, sinks_H, results = saved
     keys, T, S = _joined(past, (k_BTGC, v_BTGV), number), q_BTHC.shape[1], segment_BS.shape[1]
 
-    def branch(end: int) -> Any:
-        def run(q_BTHC, keys, segment_BS, sinks_H, results, dy_BTHV):
-            k_BSGC, v_BSGV = (x[:, :end] for x in keys)
-            arrays, segment_BS = (q_BTHC, k_BSGC, v_BSGV), segment_BS[:, :end]
-            if form.implementation == "blocked":
-                kept = *arrays, segment_BS, sinks_H, *results
-                gradients = blocked_gradients(form.window, form.scale, kept, dy_BTHV)
-            else:
-                attend = partial(attention, segment_BS=segment_BS, **form.of_attention)
-                pull = jax.vjp(lambda *x: attend(*x[:3], sinks_H=x[3]), *arrays, sinks_H)[1]
-                gradients = pull(dy_BTHV)
-            dq_BTHC, *of_keys, dsinks_H = gradients
-            return dq_BTHC, [_widened(x, S) for x in of_keys], dsinks_H
+    def branch(end: int, q_BTHC, keys, segment_BS, sinks_H, results, dy_BTHV):
+        k_BSGC, v_BSGV = (x[:, :end] for x in keys)
+        arrays, segment_BS = (q_BTHC, k_BSGC, v_BSGV), segment_BS[:, :end]
+        if form.implementation == "blocked":
+            kept = *arrays, segment_BS, sinks_H, *results
+            gradients = blocked_gradients(form.window, form.scale, kept, dy_BTHV)
+        else:
+            attend = partial(attention, segment_BS=segment_BS, **form.of_attention)
+            pull = jax.vjp(lambda *x: attend(*x[:3], sinks_H=x[3]), *arrays, sinks_H)[1]
+            gradients = pull(dy_BTHV)
+        dq_BTHC, *of_keys, dsinks_H = gradients
+        return dq_BTHC, [_widened(x, S) for x in of_keys], dsinks_H
 
-        return run
-
-    branches = [branch(end) for end in form.ends(T)]
+    branches = [partial(branch, end) for end in form.ends(T)]
     arrays = q_BTHC, keys, segment_BS, sinks_H, results, dy_BTHV
     dq_BTHC, of_keys, dsinks_H = _of_slice(number - form.numbers[0], branches, *arrays)
     own = [lax.dynamic_slice_in_dim(x, number * T, T, axis=1) for x in of_keys]

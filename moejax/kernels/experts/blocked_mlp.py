@@ -124,19 +124,9 @@ def blocked_mlp(
 
 
 def _only_forward(x_MD, weights, sizes_G, *, limit):
-    def compute(block: Block, y_MD, w: Weights):
-        h_BW = block.biased(times(block.rows(x_MD), w.w_in, w.in_adapter), w.b_in)
-        y_BD = times(activate(h_BW, limit), w.w_out, w.out_adapter)
-        return block.write(y_MD, block.biased(y_BD, w.b_out))
-
-    M, G = x_MD.shape[0], sizes_G.shape[0]
-    if M <= FEW_ROWS * G:
+    if x_MD.shape[0] <= FEW_ROWS * sizes_G.shape[0]:
         return _few_rows(x_MD, weights, sizes_G, limit)
-
-    def group(_, y_MD, w, start, end):
-        return _blocks(compute, y_MD, M, start, end, w)
-
-    return _each_group(group, jnp.zeros_like(x_MD), sizes_G, weights)
+    return _compute_rows(x_MD, weights, sizes_G, None, limit)[0]
 
 
 def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> jax.Array:
@@ -198,20 +188,23 @@ def _blocked_forward(form, x_MD, weights, sizes_G, one_M1):
 
 
 def _rows_forward(x_MD, weights, sizes_G, *, limit):
-    """Returns the forward result, and gate and up of the hidden layer."""
+    h_MW = jnp.zeros((x_MD.shape[0], 2 * weights.w_out.shape[1]), x_MD.dtype)
+    return _compute_rows(x_MD, weights, sizes_G, h_MW, limit)
+
+
+def _compute_rows(x_MD, weights, sizes_G, h_MW, limit):
+    """Returns the forward result, and gate and up of the hidden layer unless `h_MW` is None."""
 
     def compute(block: Block, carry, w: Weights):
         y_MD, h_MW = carry
         h_BW = block.biased(times(block.rows(x_MD), w.w_in, w.in_adapter), w.b_in)
         y_BD = times(activate(h_BW, limit), w.w_out, w.out_adapter)
-        return block.write(y_MD, block.biased(y_BD, w.b_out)), block.write(h_MW, h_BW)
-
-    M = x_MD.shape[0]
+        y_MD = block.write(y_MD, block.biased(y_BD, w.b_out))
+        return y_MD, None if h_MW is None else block.write(h_MW, h_BW)
 
     def group(_, carry, w, start, end):
-        return _blocks(compute, carry, M, start, end, w)
+        return _blocks(compute, carry, x_MD.shape[0], start, end, w)
 
-    h_MW = jnp.zeros((M, 2 * weights.w_out.shape[1]), x_MD.dtype)
     return _each_group(group, (jnp.zeros_like(x_MD), h_MW), sizes_G, weights)
 
 

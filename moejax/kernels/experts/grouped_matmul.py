@@ -19,9 +19,6 @@ from moejax.kernels.experts import megablox, reference
 from moejax.kernels.experts.activation import row_dots, swiglu
 from moejax.kernels.kept import GATE_AND_UP
 
-# Names as in `kernels.select`.
-IMPLEMENTATIONS = ("mosaic", "tokamax", "megablox", "ragged_dot", "reference")
-
 # XLA's tiles for TPUs have as many rows as divide them, up to 256.
 ROWS_OF_XLA = 256
 
@@ -39,20 +36,17 @@ def grouped_matmul(
       x_MK: rows sorted by group; "mosaic" and "tokamax" take bfloat16, on Hopper; "megablox" takes
         it on TPUs.
       sizes_G: rows of each group, summing to at most M.
-      implementation: "mosaic" sums gradients of weights over rows that it multiplies by zero, so
-        rows past the last group must be finite, and their gradients too.
+      implementation: as in `kernels.select`. "mosaic" sums gradients of weights over rows that it
+        multiplies by zero, so rows past the last group must be finite, and their gradients too.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"no implementation {implementation}")
-    if implementation == "mosaic":
-        return _mosaic(x_MK, w_GKN, sizes_G)
-    if implementation == "tokamax":
-        return _tokamax(x_MK, w_GKN, sizes_G)
-    if implementation == "megablox":
-        return megablox.grouped_matmul(x_MK, w_GKN, sizes_G)
-    if implementation == "ragged_dot":
-        return _ragged_dot(x_MK, w_GKN, sizes_G)
-    return reference.grouped_matmul(x_MK, w_GKN, sizes_G)
+    multiply = {
+        "mosaic": _mosaic,
+        "tokamax": _tokamax,
+        "megablox": megablox.grouped_matmul,
+        "ragged_dot": _ragged_dot,
+        "reference": reference.grouped_matmul,
+    }[implementation]
+    return multiply(x_MK, w_GKN, sizes_G)
 
 
 @jax.custom_vjp
@@ -84,8 +78,7 @@ def product_gradients(
     if implementation == "reference":
         pull = jax.vjp(lambda x, w: reference.grouped_matmul(x, w, sizes_G), x_MK, w_GKN)[1]
         return *pull(gradient_MN), None
-    if implementation != "mosaic":
-        raise ValueError(f"no implementation {implementation}")
+    assert implementation == "mosaic", implementation
     schedule = schedule_experts(sizes_G, gradient_MN.shape[0])
     dx_MK = _multiply_transposed(gradient_MN, w_GKN, schedule)
     return dx_MK, _sum_outer(x_MK, gradient_MN, schedule, w_GKN), None
@@ -143,8 +136,7 @@ def _ragged_dot(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Ar
     M = x_MK.shape[0]
     if missing := -M % ROWS_OF_XLA:
         x_MK = jnp.pad(x_MK, ((0, missing), (0, 0)))
-    y_MN = lax.ragged_dot(x_MK, w_GKN, sizes_G)[:M]
-    return jnp.where((jnp.arange(M) < jnp.sum(sizes_G))[:, None], y_MN, 0)
+    return megablox.inside(lax.ragged_dot(x_MK, w_GKN, sizes_G)[:M], sizes_G)
 
 
 def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
@@ -152,8 +144,7 @@ def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array
     import tokamax  # type: ignore[import-not-found]
 
     y_MN = tokamax.ragged_dot(x_MK, w_GKN, sizes_G, implementation="mosaic_gpu")
-    inside_M = jnp.arange(x_MK.shape[0]) < jnp.sum(sizes_G)
-    return jnp.where(inside_M[:, None], y_MN, 0)
+    return megablox.inside(y_MN, sizes_G)
 
 
 @jax.custom_vjp

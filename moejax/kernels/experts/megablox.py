@@ -50,7 +50,7 @@ def grouped_matmul(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(interpret: bool, x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array):
     run = jitted(_multiply, "products", *x_MK.shape, w_GKN.shape[2], interpret=interpret)
-    return _inside(run(x_MK, w_GKN, sizes_G), sizes_G)
+    return inside(run(x_MK, w_GKN, sizes_G), sizes_G)
 
 
 def _forward(interpret, x_MK, w_GKN, sizes_G):
@@ -61,7 +61,7 @@ def _backward(interpret, saved, dy_MN):
     x_MK, w_GKN, sizes_G = saved
     options = {"interpret": interpret}
     run = jitted(_transposed, "products", *dy_MN.shape, x_MK.shape[1], **options)
-    dx_MK = _inside(run(dy_MN, w_GKN, sizes_G), sizes_G)
+    dx_MK = inside(run(dy_MN, w_GKN, sizes_G), sizes_G)
     run = jitted(_outer, "products", *x_MK.shape, dy_MN.shape[1], **options)
     return dx_MK, run(x_MK, dy_MN, sizes_G, jnp.zeros(0, w_GKN.dtype)), None
 
@@ -69,8 +69,8 @@ def _backward(interpret, saved, dy_MN):
 _product.defvjp(_forward, _backward)
 
 
-def _inside(y_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Sets rows past the last group to zero."""
+def inside(y_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Returns rows, those past the last group set to zero."""
     inside_M = jnp.arange(y_MN.shape[0]) < jnp.sum(sizes_G)
     return jnp.where(inside_M[:, None], y_MN, 0)
 

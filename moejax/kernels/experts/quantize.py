@@ -50,8 +50,7 @@ def quantize(
         return _quantize(x, FORMATS[name], key)
     from moejax.kernels.mosaic import quantize as mosaic  # needs JAX 0.11
 
-    if implementation != "mosaic":
-        raise ValueError(f"no implementation {implementation}")
+    assert implementation == "mosaic", implementation
     if key is not None:
         raise ValueError("the kernel rounds to the nearest; only reference rounds at random")
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
@@ -113,8 +112,7 @@ def dequantize_sum(
         return jnp.sum(_dequantize(q, FORMATS[name], size), axis=0).astype(dtype)
     from moejax.kernels.mosaic import quantize as mosaic
 
-    if implementation != "mosaic":
-        raise ValueError(f"no implementation {implementation}")
+    assert implementation == "mosaic", implementation
     P, blocks = q.values.shape[0], q.scale.shape[1:]
     values = q.values.reshape(P, -1, q.values.shape[-1])
     x = mosaic.dequantize_sum(values, q.scale.reshape(P, -1), name, jnp.dtype(dtype))

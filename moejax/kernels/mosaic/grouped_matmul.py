@@ -21,22 +21,20 @@ from moejax.kernels.mosaic.tiles import (
     COLUMNS,
     HALF,
     OWN,
-    ROWS,
-    STAGES,
+    Buffers,
     Grid,
     TileSchedule,
+    buffers_of,
     grid_of,
-    load_steps,
+    load_tile,
     packed,
-    ring_of,
     rows_of,
+    run_warpgroups,
     schedule_rows,
     specialize,
     store_rows,
-    stores_of,
     sum_steps,
     tile_position,
-    tiled,
     turns_of,
     unpacked,
 )
@@ -116,15 +114,6 @@ class Form(NamedTuple):
     transposed: bool
 
 
-class Buffers(NamedTuple):
-    """Shared memory of a thread block."""
-
-    x: Any  # [STAGES, ROWS, DEPTH]
-    w: Any  # [STAGES, 2, DEPTH, HALF]; transposed [..., HALF, DEPTH]
-    stores: Any
-    ring: Any
-
-
 def _multiply(x_MK: jax.Array, w: jax.Array, schedule: jax.Array, form: Form) -> list[jax.Array]:
     """The products of all tiles."""
     whole, groups = x_MK.shape[0], w.shape[0]
@@ -135,58 +124,19 @@ def _multiply(x_MK: jax.Array, w: jax.Array, schedule: jax.Array, form: Form) ->
     def multiply_tiles(*refs):
         schedule_gmem, x_gmem, w_gmem, *y_gmem, buffers = refs
         schedule = unpacked(schedule_gmem)
-        shared = form, grid, schedule, buffers
         wg = lax.axis_index("wg")
         specialize(
             wg,
             turns_of(schedule.count_1[0] * grid.columns, grid.blocks),
-            partial(_load_tile, *shared, x_gmem, w_gmem),
-            partial(_multiply_tile, wg, *shared, y_gmem),
+            partial(load_tile, grid, schedule, buffers, form.window, x_gmem, w_gmem),
+            partial(_multiply_tile, wg, form, grid, schedule, buffers, y_gmem),
         )
 
-    results = plgpu.kernel(
-        multiply_tiles,
-        out_type=[jax.ShapeDtypeStruct((M, *width), x_MK.dtype) for width in form.widths],
-        grid=(grid.blocks,),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[_buffers(form, x_MK.dtype)],
-    )(schedule, x_MK, w)
-    return [y[:whole] for y in results]
-
-
-def _buffers(form: Form, dtype: Any) -> Buffers:
+    out_type = [jax.ShapeDtypeStruct((M, *width), x_MK.dtype) for width in form.widths]
     w_tile = (HALF, DEPTH) if form.transposed else (DEPTH, HALF)
-    return Buffers(
-        plgpu.SMEM((STAGES, ROWS, DEPTH), dtype, transforms=tiled(DEPTH)),
-        plgpu.SMEM((STAGES, 2, *w_tile), dtype, transforms=tiled(DEPTH)),
-        stores_of(dtype),
-        ring_of(copies=3),
-    )
-
-
-def _load_tile(
-    form: Form,
-    grid: Grid,
-    schedule: TileSchedule,
-    buffers: Buffers,
-    x_gmem: Any,
-    w_gmem: Any,
-    turn: jax.Array,
-    step: jax.Array,
-) -> jax.Array:
-    """The copying warpgroup's part of a turn."""
-    tile, column, group, steps = tile_position(grid, schedule, turn)
-    rows = pl.ds(pl.multiple_of(schedule.first_T[tile], ALIGNED), ROWS)
-
-    def copies(i, slot, copy):
-        k = pl.ds(i * DEPTH, DEPTH)
-        copy(x_gmem.at[rows, k], buffers.x.at[slot])
-        for half in range(2):
-            copy(form.window(w_gmem, group, column, half, k), buffers.w.at[slot, half])
-
-    return load_steps(copies, steps, step, buffers.ring)
+    buffers = buffers_of(x_MK.dtype, x_MK.dtype, DEPTH, w_tile)
+    run = run_warpgroups(multiply_tiles, out_type, grid.blocks, buffers)
+    return [y[:whole] for y in run(schedule, x_MK, w)]
 
 
 def _multiply_tile(

@@ -12,7 +12,7 @@ of the other one run. Both operands lie K last, the only way that the units read
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,19 @@ from moejax.kernels.mosaic.tiles import (
     OWN,
     ROWS,
     STAGES,
+    Buffers,
     Grid,
     TileSchedule,
+    buffers_of,
     grid_of,
-    load_steps,
+    load_tile,
     packed,
-    ring_of,
     rows_of,
+    run_warpgroups,
     schedule_rows,
     specialize,
     store_rows,
-    stores_of,
     tile_position,
-    tiled,
     turns_of,
 )
 
@@ -47,15 +47,6 @@ DEPTH = 128  # elements of K in one step: bytes of a swizzled tile's row, and a 
 E4M3 = jnp.float8_e4m3fn
 LAYOUT = plgpu.Layout.WGMMA
 REGISTERS = 208  # of more or fewer, ptxas of CUDA 13.0 spills (docs/log.md)
-
-
-class Buffers(NamedTuple):
-    """Shared memory of a thread block."""
-
-    x: Any  # [STAGES, ROWS, DEPTH]
-    w: Any  # [STAGES, 2, HALF, DEPTH]
-    stores: Any
-    ring: Any
 
 
 def grouped_matmul(
@@ -81,6 +72,9 @@ def grouped_matmul(
     schedule = schedule_rows(sizes_G, M)
     grid = grid_of(packed(schedule), G, pl.cdiv(N, COLUMNS), K // DEPTH)
 
+    def window(w_gmem, group, column, half, k):
+        return w_gmem.at[group, pl.ds(column * COLUMNS + half * HALF, HALF), k]
+
     def multiply_e4m3_tiles(*refs):
         group, first, start, end, count = refs[:5]
         schedule = TileSchedule(group, first, start, end, count, None, None)
@@ -89,53 +83,15 @@ def grouped_matmul(
         specialize(
             wg,
             turns_of(schedule.count_1[0] * grid.columns, grid.blocks),
-            partial(_load_tile, grid, schedule, buffers, x_gmem, w_gmem),
+            partial(load_tile, grid, schedule, buffers, window, x_gmem, w_gmem),
             partial(_multiply_tile, wg, grid, schedule, buffers, scales, y_gmem),
             registers=REGISTERS,
         )
 
-    y_MN = plgpu.kernel(
-        multiply_e4m3_tiles,
-        out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
-        grid=(grid.blocks,),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[_buffers()],
-    )(*schedule[:5], values_MK, values_GNK, scale_BM, scale_GJB)
-    return y_MN[:whole]
-
-
-def _buffers() -> Buffers:
-    return Buffers(
-        plgpu.SMEM((STAGES, ROWS, DEPTH), E4M3, transforms=tiled(DEPTH)),
-        plgpu.SMEM((STAGES, 2, HALF, DEPTH), E4M3, transforms=tiled(DEPTH)),
-        stores_of(jnp.bfloat16),
-        ring_of(copies=3),
-    )
-
-
-def _load_tile(
-    grid: Grid,
-    schedule: TileSchedule,
-    buffers: Buffers,
-    x_gmem: Any,
-    w_gmem: Any,
-    turn: Any,
-    step: jax.Array,
-) -> jax.Array:
-    """The copying warpgroup's part of a turn."""
-    tile, column, group, steps = tile_position(grid, schedule, turn)
-    rows = pl.ds(pl.multiple_of(schedule.first_T[tile], ALIGNED), ROWS)
-
-    def copies(i, slot, copy):
-        k = pl.ds(i * DEPTH, DEPTH)
-        copy(x_gmem.at[rows, k], buffers.x.at[slot])
-        for half in range(2):
-            columns = pl.ds(column * COLUMNS + half * HALF, HALF)
-            copy(w_gmem.at[group, columns, k], buffers.w.at[slot, half])
-
-    return load_steps(copies, steps, step, buffers.ring)
+    out_type = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
+    buffers = buffers_of(E4M3, jnp.bfloat16, DEPTH, (HALF, DEPTH))
+    run = run_warpgroups(multiply_e4m3_tiles, out_type, grid.blocks, buffers)
+    return run(*schedule[:5], values_MK, values_GNK, scale_BM, scale_GJB)[:whole]
 
 
 def _multiply_tile(

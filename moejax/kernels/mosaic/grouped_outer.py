@@ -26,6 +26,7 @@ from moejax.kernels.mosaic.tiles import (
     TileSchedule,
     load_steps,
     ring_of,
+    run_warpgroups,
     specialize,
     sum_steps,
     tiled,
@@ -91,15 +92,8 @@ def grouped_outer(
             partial(_multiply_tile, wg, position_of, buffers, w_gmem),
         )
 
-    return plgpu.kernel(
-        sum_outer,
-        out_type=jax.ShapeDtypeStruct((G, K, N), dtype),
-        grid=(extent.blocks,),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[_buffers(x_MK.dtype, dtype)],
-    )(schedule, x_MK, y_MN)
+    out_type, buffers = jax.ShapeDtypeStruct((G, K, N), dtype), _buffers(x_MK.dtype, dtype)
+    return run_warpgroups(sum_outer, out_type, extent.blocks, buffers)(schedule, x_MK, y_MN)
 
 
 def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
@@ -150,14 +144,8 @@ def _multiply_tile(wg, tile_position, buffers: Buffers, w_gmem, turn, step: jax.
 
     parts = sum_steps(product, position.steps, step, buffers.ring)
     for half, part in enumerate(parts):
-        _store(
-            buffers.w,
-            wg,
-            part,
-            w_gmem.at[position.group],
-            position.row,
-            position.column + half * HALF,
-        )
+        column = position.column + half * HALF
+        _store(buffers.w, wg, part, w_gmem.at[position.group], position.row, column)
     return step + position.steps
 
 

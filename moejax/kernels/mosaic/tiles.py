@@ -220,6 +220,65 @@ def sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> list
     return pl.run_scoped(scope, *[plgpu.WGMMAAccumulatorRef((OWN, HALF), jnp.float32)] * 2)
 
 
+class Buffers(NamedTuple):
+    """Shared memory of a thread block that multiplies rows by matrices; D is a step's depth."""
+
+    x: Any  # [STAGES, ROWS, D]
+    w: Any  # [STAGES, 2, D, HALF], or [..., HALF, D]
+    stores: Any
+    ring: Any
+
+
+def buffers_of(dtype: Any, result_dtype: Any, depth: int, w_tile: tuple[int, int]) -> Buffers:
+    """The scratch of a product, by the dtypes of its operands and of its result."""
+    return Buffers(
+        plgpu.SMEM((STAGES, ROWS, depth), dtype, transforms=tiled(depth)),
+        plgpu.SMEM((STAGES, 2, *w_tile), dtype, transforms=tiled(depth)),
+        stores_of(result_dtype),
+        ring_of(copies=3),
+    )
+
+
+def load_tile(
+    grid: Grid,
+    schedule: TileSchedule,
+    buffers: Buffers,
+    window: Callable,
+    x_gmem: Any,
+    w_gmem: Any,
+    turn: Any,
+    step: jax.Array,
+) -> jax.Array:
+    """The copying warpgroup's part of a turn of a product.
+
+    Args:
+      window: (w, group, column of tiles, half, k) -> the part of w for a half of a tile's columns.
+    """
+    tile, column, group, steps = tile_position(grid, schedule, turn)
+    rows, depth = pl.ds(pl.multiple_of(schedule.first_T[tile], ALIGNED), ROWS), buffers.x.shape[-1]
+
+    def copies(i, slot, copy):
+        k = pl.ds(i * depth, depth)
+        copy(x_gmem.at[rows, k], buffers.x.at[slot])
+        for half in range(2):
+            copy(window(w_gmem, group, column, half, k), buffers.w.at[slot, half])
+
+    return load_steps(copies, steps, step, buffers.ring)
+
+
+def run_warpgroups(kernel: Callable, out_type: Any, blocks: int, buffers: Any) -> Callable:
+    """Returns a function of arrays that runs a kernel on thread blocks of three warpgroups."""
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=[buffers],
+    )
+
+
 class Stores(NamedTuple):
     """Shared memory for results, [2, OWN, PIECE]: one part for each multiplying warpgroup."""
 

@@ -131,66 +131,38 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "mosaic_e4m3"])
 @pytest.mark.parametrize(("M", "D", "F", "G"), SHAPES)
-def test_expert_mlp_forward_and_backward(kernels, M, D, F, G):
-    bfloat16 = jnp.bfloat16
+def test_expert_mlp_forward_and_backward(kernels, M, D, F, G, implementation):
+    bfloat16, in_e4m3 = jnp.bfloat16, implementation == "mosaic_e4m3"
+    M //= 1 + in_e4m3  # a kernel that was compiled before is not compiled again: nothing is said
 
     def run(x, w_in, w_out, sizes, gradient):
         def forward(*arrays):
-            return expert_mlp(*arrays, sizes, implementation="mosaic")
+            return expert_mlp(*arrays, sizes, implementation=implementation)
 
         y, pull = jax.vjp(forward, x, w_in, w_out)
         return y, pull(gradient)
 
     shapes = [((M, D), bfloat16), ((G, D, 2, F), bfloat16), ((G, F, D), bfloat16)]
     found = kernels(run, *shapes, ((G,), jnp.int32), ((M, D), bfloat16))
-    names = sorted(kernel.name for kernel in found)
-    assert names == ["multiply_tiles"] * 4 + ["sum_outer"] * 2
+    found = [kernel for kernel in found if kernel.wgmma or not in_e4m3]
+    # Forward, and each of its gradients by rows and by weights.
+    forward = "multiply_e4m3_tiles" if in_e4m3 else "multiply_tiles"
+    wanted = Counter([forward] * 2 + ["multiply_tiles"] * 2 + ["sum_outer"] * 2)
+    assert Counter(kernel.name for kernel in found) == wanted
     for kernel in found:
         # Of 65,536 registers for 384 threads; those that multiply take what the third gives up.
         check(kernel, registers=168, blocks=1, loads=3, wgmma=8)
         assert kernel.threads == 384
         assert not kernel.serialized
+        assert kernel.wgmma_e4m3 == kernel.wgmma * (kernel.name == "multiply_e4m3_tiles")
 
 
-def test_grouped_matmul_of_sizes_that_fill_no_tile(kernels):
+@pytest.mark.parametrize("multiply", [grouped_matmul, grouped_matmul_e4m3])
+def test_products_of_sizes_that_fill_no_tile(kernels, multiply):
     def run(x, w, sizes):
-        return grouped_matmul(x, w, sizes, implementation="mosaic")
-
-    shapes = ((1001, 2880), jnp.bfloat16), ((3, 2880, 960), jnp.bfloat16), ((3,), jnp.int32)
-    (kernel,) = kernels(run, *shapes)
-    check(kernel, registers=168, blocks=1, loads=3, wgmma=8)
-
-
-@pytest.mark.parametrize(("M", "D", "F", "G"), SHAPES)
-def test_expert_mlp_in_e4m3(kernels, M, D, F, G):
-    bfloat16 = jnp.bfloat16
-    M //= 2  # a kernel that was compiled before is not compiled again, so nothing is said of it
-
-    def run(x, w_in, w_out, sizes, gradient):
-        def forward(*arrays):
-            return expert_mlp(*arrays, sizes, implementation="mosaic_e4m3")
-
-        y, pull = jax.vjp(forward, x, w_in, w_out)
-        return y, pull(gradient)
-
-    shapes = [((M, D), bfloat16), ((G, D, 2, F), bfloat16), ((G, F, D), bfloat16)]
-    found = kernels(run, *shapes, ((G,), jnp.int32), ((M, D), bfloat16))
-    products = Counter(kernel.name for kernel in found if kernel.wgmma)
-    # Forward, and each of its gradients by rows and by weights.
-    assert products == {"multiply_e4m3_tiles": 2, "multiply_tiles": 2, "sum_outer": 2}
-    for kernel in found:
-        if kernel.name == "multiply_e4m3_tiles":
-            # Two halves, four times 32 deep.
-            check(kernel, registers=168, blocks=1, loads=3, wgmma=8)
-            assert kernel.wgmma_e4m3 == kernel.wgmma
-            assert kernel.threads == 384
-            assert not kernel.serialized
-
-
-def test_products_in_e4m3_of_sizes_that_fill_no_tile(kernels):
-    def run(x, w, sizes):
-        return grouped_matmul_e4m3(x, w, sizes, implementation="mosaic")
+        return multiply(x, w, sizes, implementation="mosaic")
 
     shapes = ((1001, 2880), jnp.bfloat16), ((3, 2880, 960), jnp.bfloat16), ((3,), jnp.int32)
     (kernel,) = (kernel for kernel in kernels(run, *shapes) if kernel.wgmma)
