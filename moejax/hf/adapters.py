@@ -12,15 +12,15 @@ Letters as in `moejax/layout/layout.py`.
 
 import dataclasses
 import json
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from moejax.comm.weights.adapters import Adapter, adapter_dims
 from moejax.config.schema import LoraConfig
@@ -99,7 +99,8 @@ def write_adapter(
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     for tensor in tensors:
         _check(tensor)
-    write_safetensors(folder / WEIGHTS, dict(_arrays(tensors)))
+    with writing(folder / WEIGHTS):
+        (folder / WEIGHTS).write_bytes(save(dict(_arrays(tensors)), {"format": "pt"}))
     config = adapter_config(tensors, lora, base=base)
     write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
@@ -188,18 +189,3 @@ def _factor(view: View, dims: str, values: np.ndarray, groups: tuple[str, str]) 
     )
     places = dict(at)
     return own.to_tensor(whole[tuple(places.get(letter, slice(None)) for letter in dims)])
-
-
-def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes float32 arrays as a safetensors file: the header's length, the header, the data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, array in arrays.items():
-        start, end = end, end + 4 * math.prod(array.shape)
-        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with writing(path), path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays.values():
-            out.write(np.ascontiguousarray(array, "<f4").tobytes())

@@ -26,7 +26,7 @@ from moejax.hf.reader import Folder
 from moejax.hf.rules import PREDICT_AHEAD, Index, Parameter, Tensor, tensors_of
 from moejax.hf.views import Box, Range
 from moejax.step.model import ModelDef
-from moejax.step.state import Tree
+from moejax.step.state import Tree, flat
 
 BIAS = "moe.bias"  # the selection bias of a router, below its block
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -64,12 +64,6 @@ def parameters_of(model: ModelDef, params: Tree, router_bias: Tree) -> dict[str,
     dims |= dict.fromkeys(flat(router_bias), "E")
     leaves = {**flat(params), **flat(router_bias)}
     return {path: Parameter(path, dims[path], tuple(x.shape)) for path, x in leaves.items()}
-
-
-def flat(tree: Tree) -> dict[str, Any]:
-    """Returns the leaves of a tree by path, as manifests name them."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def without_rule(family: Family, parameters: Mapping[str, Parameter]) -> frozenset[str]:

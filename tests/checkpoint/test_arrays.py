@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from moejax.checkpoint.arrays import NewArray, PieceWriter, StoredWeights, _shared_bytes, missing_in
 from moejax.checkpoint.writer import Checkpoints
-from moejax.hf.load import flat
+from moejax.step.state import flat
 from tests.cases import small_config, step_for
 
 ONE, MIXED = (1, 1, 1, 1), (1, 2, 2, 2)

@@ -10,9 +10,8 @@ from moejax.checkpoint.source import base_of, find_source, read_weights
 from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import to_dict
 from moejax.config.schema import CheckpointConfig, LoraConfig, MeshConfig
-from moejax.hf.load import flat
 from moejax.hf.reader import Folder
-from moejax.step.state import TrainState
+from moejax.step.state import TrainState, flat
 from moejax.step.train_step import TrainStep
 from tests.cases import step_for
 from tests.hf.golden import run_config

@@ -9,8 +9,9 @@ from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.hf.config import config_of
 from moejax.hf.families import family_of
-from moejax.hf.load import flat, load, plan_load
+from moejax.hf.load import load, plan_load
 from moejax.hf.reader import Folder
+from moejax.step.state import flat
 from tests.cases import step_for
 from tests.hf.golden import ahead_folder, cases_of, run_config
 from tests.hf.random_models import draw_all, write_folder

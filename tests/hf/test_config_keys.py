@@ -7,8 +7,13 @@ import pytest
 
 from moejax.errors import InputError
 from moejax.hf.families import family_named, family_of
-from moejax.hf.families.family import STORAGE, flat_settings, from_settings, stated
-from moejax.hf.families.parts import Unused
+from moejax.hf.families.family import (
+    ANYWHERE,
+    STORAGE,
+    flat_settings,
+    from_settings,
+    stated,
+)
 from moejax.model.rope import frequencies, score_factor
 from tests.hf.config_keys import GOLDEN, of_positions, released, without
 from tests.hf.golden import cases_of
@@ -39,8 +44,8 @@ def test_missing_keys_and_nulls_mean_what_transformers_takes_them_for(name):
     family, golden = name.split(": ", 1)
     config = released(cases_of(family)[golden]["config"])
     table = family_named(family)
-    free = {key for part in table.all_parts if isinstance(part, Unused) for key in part.keys}
-    free |= {*STORAGE, *(("head_dim", "qk_head_dim") if "deepseek" in family else ())}  # follow
+    free = {*table.unused, *ANYWHERE, *STORAGE}
+    free |= {"head_dim", "qk_head_dim"} if "deepseek" in family else set()  # follow
     compared = 0
     for change, file in without(config).items():
         theirs, key = case["changes"][change], change.split()[-1].split(".")[-1]

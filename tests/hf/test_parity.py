@@ -9,10 +9,10 @@ import pytest
 
 from moejax.config.schema import MeshConfig
 from moejax.hf.families import family_of
-from moejax.hf.load import flat, parameters_of, without_rule
+from moejax.hf.load import parameters_of, without_rule
 from moejax.hf.rules import tensors_of
 from moejax.moe import router
-from moejax.step.state import Batch
+from moejax.step.state import Batch, flat
 from tests.cases import place
 from tests.hf.golden import all_cases, cases_of, loaded
 from tests.hf.random_models import draw

@@ -16,7 +16,7 @@ from moejax.errors import InputError
 from moejax.hf import in_flight, writer
 from moejax.hf.config import config_of
 from moejax.hf.families import family_of
-from moejax.hf.load import flat, load, plan_load
+from moejax.hf.load import load, plan_load
 from moejax.hf.reader import Folder
 from moejax.hf.rules import Tensor
 from moejax.hf.views import View
@@ -29,6 +29,7 @@ from moejax.hf.writer import (
     write_weights,
 )
 from moejax.runtime.processes import ALONE
+from moejax.step.state import flat
 from tests.cases import step_for
 from tests.hf.golden import all_cases, cases_of, golden_folder, run_config
 from tests.hf.random_models import draw_all, write_folder

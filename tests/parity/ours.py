@@ -13,9 +13,8 @@ from moejax.config.schema import Config, DataConfig, MeshConfig, TrainConfig
 from moejax.convert.exporting import export_run
 from moejax.hf.families import family_named, family_of
 from moejax.hf.families.family import from_settings
-from moejax.hf.load import flat
 from moejax.hf.writer import plan_files
-from moejax.step.state import Batch, Reduction, TrainState
+from moejax.step.state import Batch, Reduction, TrainState, flat
 from moejax.step.train_step import TrainStep
 from tests.cases import place, step_for
 
