@@ -295,7 +295,6 @@ def _items(state: TrainState) -> dict[str, Any]:
 
 
 def _save_args(leaves: dict[str, Any]) -> Any:
-    """Returns Orbax's arguments to save an item."""
     cut = {
         key: ocp.SaveArgs(chunk_byte_size=PIECE_BYTES, shard_axes=apart(key, x.ndim))
         for key, x in leaves.items()

@@ -94,7 +94,6 @@ def plan_load(folder: Folder, model: ModelDef, params: Tree, router_bias: Tree) 
 
 
 def _check_tensors(folder: Folder, tensors: Iterable[Tensor]) -> None:
-    """Refuses missing tensors, and tensors of another shape."""
     missing = [tensor for tensor in tensors if tensor.name not in folder.weights]
     if missing:
         if missing[0].path.startswith(PREDICT_AHEAD):
@@ -143,7 +142,6 @@ def _left_out(
 
 
 def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConfig) -> str | None:
-    """Returns the reason to leave a tensor out; None if there is none."""
     if BUFFERS.fullmatch(name):
         return "frequencies of rotary positions, which are computed"
     if name == "lm_head.weight" and model.tie_embeddings:

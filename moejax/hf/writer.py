@@ -192,7 +192,6 @@ def _bytes_held(job: tuple["_Output", Placed]) -> int:
 
 
 def _write_tensor(read: ReadPart, job: tuple["_Output", Placed]) -> Placed:
-    """Reads one tensor, and writes it at its place."""
     output, place = job
     values = read(place.tensor.path, place.tensor.index)
     output.write(place, place.tensor.view.to_tensor(values, DTYPES[place.dtype][1]))

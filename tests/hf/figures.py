@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from moejax.config.schema import MeshConfig
-from tests.hf.golden import all_cases, cases_of, loaded
-from tests.hf.test_parity import MESH, ONE_DEVICE, error_of_logits, error_of_loss
+from tests.hf.golden import ONE_DEVICE, all_cases, cases_of, loaded
+from tests.hf.test_parity import MESH, error_of_logits, error_of_loss
 
 
 def errors_of(family: str, name: str, mesh: MeshConfig) -> np.ndarray:

@@ -11,17 +11,17 @@ class Meter:
     """Counts the bytes of jobs that have begun and whose results were not yet used up."""
 
     def __init__(self):
-        self.lock, self.held, self.peak, self.most_jobs, self.jobs = threading.Lock(), 0, 0, 0, 0
+        self.lock, self.held, self.peak = threading.Lock(), 0, 0
 
     def begin(self, size):
         with self.lock:
-            self.held, self.jobs = self.held + size, self.jobs + 1
-            self.peak, self.most_jobs = max(self.peak, self.held), max(self.most_jobs, self.jobs)
+            self.held += size
+            self.peak = max(self.peak, self.held)
         return size
 
     def end(self, size):
         with self.lock:
-            self.held, self.jobs = self.held - size, self.jobs - 1
+            self.held -= size
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from moejax.hf.rules import tensors_of
 from moejax.moe import router
 from moejax.step.state import Batch, flat
 from tests.cases import place
-from tests.hf.golden import all_cases, cases_of, loaded
+from tests.hf.golden import ONE_DEVICE, all_cases, cases_of, loaded
 from tests.hf.random_models import draw
 
-pytestmark = pytest.mark.slow  # together
+# Slow together; whole steps are traced, whose layers have tests.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked_annotations")]
 
 # Of cases that one device and a mesh compute, the mesh's alone runs in `make test`.
 ODD = [case for case in all_cases() if "even" not in case.values[1]]
@@ -25,12 +26,7 @@ EVEN = [case for case in all_cases("even", always=()) if "even" in case.values[1
 ON_MESHES = all_cases("even", always=("qwen2_moe", "deepseek_v3", "gpt_oss"))
 # Bounds of errors, over the largest logit, the loss, and a gradient's norm.
 LOGITS, LOSS, GRADIENTS = 1e-5, 1e-6, 1e-4
-ONE_DEVICE, MESH = MeshConfig(), MeshConfig(expert=2, tensor=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole steps are traced, whose layers have tests."""
+MESH = MeshConfig(expert=2, tensor=2)
 
 
 @pytest.fixture
