@@ -71,17 +71,19 @@ def ahead_folder(place: Path) -> Path:
     return write_folder(place, config, tensors, files=2)
 
 
-def run_config(folder: Folder, mesh: MeshConfig, *, sequences: int, length: int) -> Config:
-    """The config of a run of a folder's model, without router losses."""
-    cfg = config_of(folder)
+def run_config(cfg: Config, mesh: MeshConfig, tokens: tuple[int, int]) -> Config:
+    """The config of a run of a model, without router losses.
+
+    Args:
+      tokens: sequences of a batch, and their length.
+    """
     router: RouterConfig = replace(cfg.moe.router, balance_loss=0.0)
-    moe = replace(cfg.moe, router=router, **(CERTAIN if mesh.expert > 1 else {}))
     return replace(
         cfg,
-        moe=moe,
+        moe=replace(cfg.moe, router=router, **(CERTAIN if mesh.expert > 1 else {})),
         mesh=mesh,
-        data=DataConfig(sequence_length=length),
-        train=TrainConfig(batch_sequences=sequences),
+        data=DataConfig(sequence_length=tokens[1]),
+        train=TrainConfig(batch_sequences=tokens[0]),
     )
 
 
@@ -109,7 +111,7 @@ def import_weights(
 ) -> Imported:
     """Fills a train step's weights from a folder."""
     with Folder(path) as folder:
-        cfg = run_config(folder, mesh, sequences=tokens[0], length=tokens[1])
+        cfg = run_config(config_of(folder), mesh, tokens)
         train_step = step_for(replace(cfg, model=replace(cfg.model, predict_ahead=predict_ahead)))
         shapes = train_step.abstract.params, train_step.abstract.router_bias
         plan = plan_load(folder, train_step.model, *shapes)
