@@ -12,7 +12,7 @@ from moejax.checkpoint.find import Saved
 from moejax.checkpoint.source import FolderSource, Source
 from moejax.comm.weights.adapters import adapter_dims
 from moejax.config.schema import Config
-from moejax.hf.adapters import adapted_tensors, write_adapter
+from moejax.hf.adapters import write_adapter
 from moejax.hf.families.family import Family
 from moejax.hf.load import parameters_of, read_part
 from moejax.hf.model import describe_anywhere
@@ -121,5 +121,5 @@ def write_adapters(
     ]
     kept = [tensor for tensor in tensors if not tensor.path.startswith(PREDICT_AHEAD)]
     read = StoredWeights(saved.path).read
-    write_adapter(out, adapted_tensors(kept, read), cfg.lora, base=base)
+    write_adapter(out, kept, read, cfg.lora, base=base)
     return len(kept), len(tensors) - len(kept)

@@ -8,7 +8,6 @@ reads no other tensors.
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -199,12 +198,10 @@ def _write_tensor(read: ReadPart, job: tuple["_Output", Placed]) -> Placed:
 
 
 class _Output:
-    """One open file. A context manager, which checks that it is full and syncs it at its end."""
+    """One open file. A context manager, which syncs it at its end."""
 
     def __init__(self, folder: Path, file: OutFile):
         self._path, self._header = folder / file.name, file.header()
-        self._missing = sum(place.stop - place.start for place in file.placed)  # bytes
-        self._lock = threading.Lock()
 
     def __enter__(self) -> "_Output":
         with writing(self._path):
@@ -215,21 +212,13 @@ class _Output:
     def write(self, place: Placed, values: np.ndarray) -> None:
         """Writes a tensor at its place; several threads may write."""
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        if data.nbytes != place.stop - place.start:
-            raise ValueError(
-                f"a tensor of {data.nbytes} bytes has a place of {place.stop - place.start} in "
-                f"{self._path}"
-            )
+        assert data.nbytes == place.stop - place.start, f"{place.tensor.name} has another size"
         with writing(self._path):
             _write_all(self._file.fileno(), data, len(self._header) + place.start)
-        with self._lock:
-            self._missing -= data.nbytes
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._file, writing(self._path):
             os.fsync(self._file.fileno())
-        if kind is None and self._missing:
-            raise ValueError(f"{self._path} lacks {self._missing} bytes")
 
 
 def _write_all(file: int, data: Any, offset: int) -> None:

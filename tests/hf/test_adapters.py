@@ -13,8 +13,6 @@ from moejax.errors import InputError
 from moejax.hf.adapters import (
     CONFIG,
     WEIGHTS,
-    AdaptedTensor,
-    adapted_tensors,
     adapter_config,
     factor_tensors,
     write_adapter,
@@ -76,36 +74,33 @@ def test_pefts_product_of_the_tensors_is_the_tensor_of_the_product(name):
 
 
 def tensor(name, of):
-    return AdaptedTensor(name, of, lambda: factors_of(of.dims, seed=len(name)))
+    return Tensor(name, name, None, of)
+
+
+def write(folder, tensors, lora, base=None):
+    """Writes an adapter whose factors are drawn; parts of a tensor have those of their layer."""
+
+    def read(path, layer):
+        name, _, factor = path.rpartition(".")
+        (view,) = {tensor.view for tensor in tensors if tensor.path == name}
+        return getattr(factors_of(view.dims, seed=len(name) + sum(layer)), factor)
+
+    write_adapter(folder, tensors, read, lora, base=base)
 
 
 LAYER = "model.layers.3."
 TENSORS = [
-    tensor(f"{LAYER}self_attn.q_proj.weight", VIEWS["queries"]),
+    Tensor(
+        f"{LAYER}self_attn.q_proj.weight", "groups.0.blocks.0.attention.w_q", 3, VIEWS["queries"]
+    ),
     tensor(f"{LAYER}block_sparse_moe.experts.gate_up_proj", VIEWS["fused"]),
     tensor(f"{LAYER}block_sparse_moe.experts.down_proj", VIEWS["fused down"]),
     tensor(f"{LAYER}mlp.shared_experts.gate_proj.weight", VIEWS["gate"]),
 ]
 
 
-def test_tensors_of_adapted_parameters_have_their_layers_factors():
-    path = "groups.0.blocks.0.attention.w_q"
-    stacked = Adapter(*(np.stack([x, x + 1]) for x in factors_of("DHC")))
-    whole = factors_of("DV")
-    held = {f"{path}.a": stacked.a, f"{path}.b": stacked.b}
-    held |= {"embedding.project.a": whole.a, "embedding.project.b": whole.b}
-    named = [
-        Tensor("q.1", path, 1, VIEWS["queries"]),
-        Tensor("head", "embedding.project", None, VIEWS["logits"]),
-    ]
-    first, second = adapted_tensors(named, lambda name, index: held[name][index])
-    assert (first.name, second.name) == ("q.1", "head")
-    np.testing.assert_array_equal(first.factors().b, stacked.b[1])
-    np.testing.assert_array_equal(second.factors().a, whole.a)
-
-
 def test_a_file_holds_every_factor_under_pefts_names(tmp_path):
-    write_adapter(tmp_path, TENSORS, LoraConfig(rank=2, alpha=3.0), base="some/model")
+    write(tmp_path, TENSORS, LoraConfig(rank=2, alpha=3.0), base="some/model")
     arrays = load_file(tmp_path / WEIGHTS)
     places = {
         "self_attn.q_proj": TENSORS[0],
@@ -115,7 +110,10 @@ def test_a_file_holds_every_factor_under_pefts_names(tmp_path):
     }
     wanted = {}
     for place, of in places.items():
-        for factor, array in zip("AB", factor_tensors(of.view, of.factors()), strict=True):
+        seed = len(of.path) + (of.repeat or 0)
+        for factor, array in zip(
+            "AB", factor_tensors(of.view, factors_of(of.view.dims, seed=seed)), strict=True
+        ):
             wanted[f"base_model.model.{LAYER}{place}.lora_{factor}.weight"] = array
     assert sorted(arrays) == sorted(wanted)
     for name, array in arrays.items():
@@ -135,7 +133,7 @@ def test_a_file_holds_every_factor_under_pefts_names(tmp_path):
 
 
 def test_one_parameter_of_the_experts_alone_is_not_nested(tmp_path):
-    write_adapter(tmp_path, TENSORS[1:2], LoraConfig(rank=2), base=None)
+    write(tmp_path, TENSORS[1:2], LoraConfig(rank=2), base=None)
     names = {name.rpartition(".lora_")[0] for name in load_file(tmp_path / WEIGHTS)}
     assert names == {f"base_model.model.{LAYER}mlp.experts"}
 
@@ -150,12 +148,12 @@ def test_the_config_has_the_scale_of_training():
 def test_an_adapter_of_a_tensor_that_is_no_weight_of_a_module_is_refused(tmp_path):
     odd = tensor(f"{LAYER}self_attn.q_proj.matrix", VIEWS["queries"])
     with pytest.raises(InputError, match=r"q_proj\.matrix has no place.*names end in \.weight"):
-        write_adapter(tmp_path, [*TENSORS, odd], LoraConfig(rank=2), base=None)
+        write(tmp_path, [*TENSORS, odd], LoraConfig(rank=2), base=None)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_embeddings_adapter_is_refused(tmp_path):
     table = tensor("model.embed_tokens.weight", view("VD", "V D"))
     with pytest.raises(InputError, match=r"model\.embed_tokens\.weight has no place"):
-        write_adapter(tmp_path, [table], LoraConfig(rank=2), base=None)
+        write(tmp_path, [table], LoraConfig(rank=2), base=None)
     assert list(tmp_path.iterdir()) == []
