@@ -212,7 +212,7 @@ def magnitude(scale: float, factor: float) -> float:
 
 def _write_kind(settings: Settings, *, latent: bool) -> dict[str, Any] | None:
     """Returns `rope_scaling`; None if positions do not scale."""
-    kind = settings.get("model.rope.scaling")
+    kind = settings["model.rope.scaling"]
     if kind == "none":
         return None
     names = ("factor",) if kind == "linear" else KINDS[kind]
