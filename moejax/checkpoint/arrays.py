@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from moejax.errors import RunError
 from moejax.hf.rules import Index
 
 Part = tuple[tuple[int, int], ...]  # start and stop along each dimension of an array
@@ -97,10 +98,7 @@ class PieceWriter:
 
     def __init__(self, store: Path):
         """Takes the directory of this process (`store_of`), and makes it when it writes."""
-        base = {"driver": "file", "path": f"{store.absolute()}/"}
-        self._store: dict[str, Any] = {
-            "driver": "ocdbt",
-            "base": base,
+        self._store = _store_at(store) | {
             "cache_pool": "cache_pool#ocdbt",
             "target_data_file_size": FILE_BYTES,
             "config": CONFIG,
@@ -149,32 +147,45 @@ class PieceWriter:
         }
 
 
-def missing_in(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Describes a fault of a written step; None if each array has its shape and all pieces.
+def check_written(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Checks that a written step has all of its arrays, before it gets a manifest.
 
     Reads each item's index and the arrays' descriptions, not their numbers.
 
     Args:
       shapes: shape of each array that it must have, by ITEM/KEY.
+    Raises:
+      RunError: names an array that is missing, or lacks pieces.
     """
     for item in dict.fromkeys(name.partition("/")[0] for name in shapes):
-        base = {"driver": "file", "path": f"{step.absolute() / item}/"}
-        store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        store = ts.KvStore.open(_store_at(step / item)).result()
         names = [name.decode().rpartition("/") for name in store.list().result()]
         pieces = Counter(key for key, _, last in names if last != ".zarray")
-        for name, shape in shapes.items():
-            of, _, key = name.partition("/")
-            if of != item:
-                continue
+        of_item = [name for name in shapes if name.startswith(f"{item}/")]
+        for name in of_item:
+            key = name.removeprefix(f"{item}/")
             known = store.read(f"{key}/.zarray").result()
             if known.state != "value":
-                return f"{name} is not there"
-            facts = json.loads(known.value)
+                raise _unreadable(step, f"{name} is not there")
+            facts, shape = json.loads(known.value), shapes[name]
             cuts = zip(shape, facts["chunks"], strict=False)
             wanted = math.prod(-(-size // cut) for size, cut in cuts)
             if tuple(facts["shape"]) != tuple(shape) or pieces[key] != wanted:
-                return f"{name} has {pieces[key]} of {wanted} pieces, and shape {facts['shape']}"
-    return None
+                missing = f"{pieces[key]} of {wanted} pieces, and shape {facts['shape']}"
+                raise _unreadable(step, f"{name} has {missing}")
+
+
+def _unreadable(step: Path, missing: str) -> RunError:
+    return RunError(
+        f"a checkpoint was written and cannot be read back. {step}: {missing}. It gets no "
+        f"manifest, so no start uses it; earlier checkpoints stay. Look at the file "
+        f"system, and run the same command again."
+    )
+
+
+def _store_at(folder: Path) -> dict[str, Any]:
+    """Returns TensorStore's description of an item's store, or one process's part of it."""
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}}
 
 
 class StoredWeights:
@@ -185,12 +196,7 @@ class StoredWeights:
 
     def __init__(self, step: Path):
         """Takes a verified checkpoint's directory."""
-        base = {"driver": "file", "path": f"{step.absolute() / 'weights'}/"}
-        self._store: dict[str, Any] = {
-            "driver": "ocdbt",
-            "base": base,
-            "cache_pool": "cache_pool#ocdbt",
-        }
+        self._store = _store_at(step / "weights") | {"cache_pool": "cache_pool#ocdbt"}
         self._context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": INDEX_BYTES}})
         self._keys = ts.KvStore.open(self._store, context=self._context).result()
         self._lock = threading.Lock()

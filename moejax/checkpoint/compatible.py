@@ -4,12 +4,10 @@ import dataclasses
 import hashlib
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from moejax.checkpoint.manifest import weights_digest
 from moejax.comm.weights.path import path_of
 from moejax.config.load import diff, from_dict, to_dict
 from moejax.config.schema import Config, OptimizerConfig
@@ -81,17 +79,14 @@ ConfigChange = tuple[str, Any, Any]  # name, value in the checkpoint, value now
 
 
 def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[str]:
-    """Compares the config of a checkpoint with the run's.
+    """Returns the harmless changes from the config of a checkpoint of `step`, to be logged.
 
-    Returns the harmless changes, to be logged.
-
-    Args:
-      step: step of the checkpoint.
     Raises:
       InputError: lists changed settings that the checkpoint depends on.
     """
     changes = diff(from_dict(saved), cfg)
-    if refused := [change for change in changes if _is_fixed(change)]:
+    refused = [c for c in changes if c[0].startswith(FIXED) and c[0] not in FREE]
+    if refused:
         raise InputError(
             f"config differs from the checkpoint's. {_listed(refused)}. These cannot change within "
             f"a run. Change them back, or set another run_dir (with checkpoint.init_from to keep "
@@ -194,7 +189,7 @@ def describe_run(
     """Returns a manifest's entries about the run, which later starts compare.
 
     Args:
-      base: `describe_base` of a run with adapters.
+      base: path and digest of the frozen weights of a run with adapters.
     """
     return {
         "config": to_dict(train_step.cfg),
@@ -206,17 +201,12 @@ def describe_run(
     }
 
 
-def describe_base(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
-    """Returns the path and digest that identify the frozen weights of a run with adapters."""
-    return {"path": str(path), "weights": weights_digest(manifest)}
-
-
 def check_same_base(saved: dict[str, Any], base: dict[str, str]) -> None:
     """Checks that the adapters were trained on these frozen weights.
 
     Args:
       saved: the manifest of the checkpoint with the adapters.
-      base: `describe_base` of the frozen weights.
+      base: path and digest of the frozen weights.
     Raises:
       InputError: if they were trained on others.
     """
@@ -281,11 +271,6 @@ def same_reduction(saved: dict[str, Any], train_step: TrainStep) -> bool:
     return saved.get("mesh") == dict(train_step.layout.sizes) and not changed
 
 
-def remembers(saved: dict[str, Any]) -> bool:
-    """Returns whether the checkpoint of this manifest holds codec state."""
-    return any(name.startswith("reduction/") for name in saved["files"])
-
-
 def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
     """Checks that the weights of another run are for the same parameters.
 
@@ -304,11 +289,6 @@ def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
             f"model differs from that of checkpoint.init_from. {_listed(refused)}. Its weights fit "
             f"a model of the same shape only. Change these back, or take weights from another run."
         )
-
-
-def _is_fixed(change: ConfigChange) -> bool:
-    name = change[0]
-    return name.startswith(FIXED) and name not in FREE
 
 
 def _listed(changes: list[ConfigChange]) -> str:

@@ -167,37 +167,36 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, narrow).astype(jnp.uint32)
 
 
+class ArraySums(NamedTuple):
+    """Sums of one array under way on the devices (`_sums`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    place: Place
+    sums: jax.Array
+
+    def here(self, dims: int) -> dict[str, Any]:
+        """Waits for this process's part of the sums, and returns it as JSON values.
+
+        Its parts have for each shard: start and shape of its cells, numbers per cell, sums.
+        """
+        parts, shard = [], self.place.shard
+        for piece in self.sums.addressable_shards:
+            start = self.place.starts[piece.index[0].start or 0]
+            if start is not None:
+                numbers = math.prod(shard[dims:])
+                parts.append([start[:dims], shard[:dims], numbers, _base64(piece.data)])
+        return {"shape": list(self.shape), "dtype": self.dtype, "parts": parts}
+
+
 class DeviceSums(NamedTuple):
-    """Sums under way on the devices, by array.
+    """Sums under way on the devices, by array."""
 
-    Attributes:
-      sums: `_sums` of each.
-      starts: `Place.starts` of each.
-      shards: the shape of each one's shards.
-    """
-
-    sums: dict[str, jax.Array]
-    starts: dict[str, tuple[tuple[int, ...] | None, ...]]
-    shards: dict[str, tuple[int, ...]]
-    kinds: dict[str, tuple[tuple[int, ...], str]]
+    arrays: dict[str, ArraySums]
 
     def here(self) -> dict[str, Any]:
         """Waits for this process's part of the sums, and returns it as JSON values."""
-        return {
-            key: {"shape": list(shape), "dtype": dtype, "parts": self._parts(key)}
-            for key, (shape, dtype) in self.kinds.items()
-        }
-
-    def _parts(self, key: str) -> list[list[Any]]:
-        """Returns for each shard here: start and shape of its cells, numbers per cell, sums."""
-        parts, dims = [], cell_dims(key, len(self.kinds[key][0]))
-        shard = self.shards[key]
-        for piece in self.sums[key].addressable_shards:
-            start = self.starts[key][piece.index[0].start or 0]
-            if start is not None:
-                sums = base64.b64encode(np.asarray(piece.data).astype("<u4").tobytes()).decode()
-                parts.append([start[:dims], shard[:dims], math.prod(shard[dims:]), sums])
-        return parts
+        return {key: x.here(cell_dims(key, len(x.shape))) for key, x in self.arrays.items()}
 
 
 def add_up(arrays: Mapping[str, jax.Array]) -> DeviceSums:
@@ -205,15 +204,13 @@ def add_up(arrays: Mapping[str, jax.Array]) -> DeviceSums:
 
     All processes call it.
     """
-    found = DeviceSums({}, {}, {}, {})
+    found = {}
     for key, x in arrays.items():
         sharding = _on_a_mesh(x.sharding)
         place = _place(sharding, x.shape)
-        dims = cell_dims(key, x.ndim)
-        found.sums[key] = _sums(x, place.facts, sharding=sharding, dims=dims)
-        found.starts[key], found.shards[key] = place.starts, place.shard
-        found.kinds[key] = (x.shape, x.dtype.name)
-    return found
+        sums = _sums(x, place.facts, sharding=sharding, dims=cell_dims(key, x.ndim))
+        found[key] = ArraySums(x.shape, x.dtype.name, place, sums)
+    return DeviceSums(found)
 
 
 def device_sums(x: jax.Array) -> list[tuple[tuple[int, ...], int, str]]:
@@ -225,14 +222,15 @@ def device_sums(x: jax.Array) -> list[tuple[tuple[int, ...], int, str]]:
     facts, dims = _place(sharding, x.shape).facts, cell_dims("", x.ndim)
     every = facts.at[:, 0].set(1)  # each copy, not the first alone
     sums = _sums(x, every, sharding=sharding, dims=dims)
-    digests = {
-        piece.device.id: base64.b64encode(np.asarray(piece.data).astype("<u4").tobytes()).decode()
-        for piece in sums.addressable_shards
-    }
+    digests = {piece.device.id: _base64(piece.data) for piece in sums.addressable_shards}
     return [
         (tuple(part.start or 0 for part in shard.index), shard.device.id, digests[shard.device.id])
         for shard in x.addressable_shards
     ]
+
+
+def _base64(sums: jax.Array) -> str:
+    return base64.b64encode(np.asarray(sums).astype("<u4").tobytes()).decode()
 
 
 def together(everywhere: Iterable[Mapping[str, Any]]) -> dict[str, ArrayDigests]:
@@ -262,24 +260,11 @@ def _hexadecimal(sums: np.ndarray) -> np.ndarray:
     return digits.reshape(sums.shape[:-1])
 
 
-def digest_on_host(cell: np.ndarray) -> str:
-    """Returns the digest of one cell, from its numbers in memory of the host."""
-    width = cell.dtype.itemsize
-    bits = np.ascontiguousarray(cell).reshape(-1).view(f"<u{width}").astype(np.uint32)
-    return _of_blocks(bits[at : at + BLOCK] for at in range(0, bits.size, BLOCK))
-
-
 def digest_of_zeros(numbers: int) -> str:
     """Returns the digest of a cell of `numbers` zeros."""
-    nothing = np.zeros(min(numbers, BLOCK), np.uint32)
-    return _of_blocks(nothing[: numbers - at] for at in range(0, numbers, BLOCK))
-
-
-def _of_blocks(blocks: Iterable[np.ndarray]) -> str:
-    """Adds up a cell on the host, block by block, each of `BLOCK` numbers but the last."""
-    sums, at = np.zeros(2, np.uint32), 0
-    for bits in blocks:
-        position = np.arange(at, at + bits.size, dtype=np.uint64).astype(np.uint32)
-        sums += np.array([word.sum(dtype=np.uint32) for word in mixed(bits, position)], np.uint32)
-        at += BLOCK
+    sums = np.zeros(2, np.uint32)
+    for at in range(0, numbers, BLOCK):
+        position = np.arange(at, min(at + BLOCK, numbers), dtype=np.uint64).astype(np.uint32)
+        words = mixed(np.zeros_like(position), position)
+        sums += np.array([word.sum(dtype=np.uint32) for word in words], np.uint32)
     return str(_hexadecimal(sums))

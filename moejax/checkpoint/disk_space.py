@@ -14,30 +14,30 @@ from moejax.checkpoint.manifest import finished_steps
 from moejax.errors import FULL, READ_ONLY, InputError, NotWritableError, StorageFullError
 from moejax.runtime.processes import Processes
 
-# tensorstore gives only a message
-MESSAGES, READ_ONLY_MESSAGES = (
-    tuple(os.strerror(number) for number in numbers) for numbers in (FULL, READ_ONLY)
-)
+TOLD = (*FULL, *READ_ONLY)  # errors of which moejax says one line
 
 
 def is_full(error: BaseException | None) -> bool:
     """Returns whether an error or its cause is a full disk or quota."""
-    return _is_of(error, FULL, MESSAGES)
+    return _is_of(error, FULL)
 
 
 def is_read_only(error: BaseException | None) -> bool:
     """Returns whether an error or its cause is a place that cannot be written to."""
-    return _is_of(error, READ_ONLY, READ_ONLY_MESSAGES)
+    return _is_of(error, READ_ONLY)
 
 
-def _is_of(
-    error: BaseException | None, numbers: tuple[int, ...], messages: tuple[str, ...]
-) -> bool:
+def _is_of(error: BaseException | None, numbers: tuple[int, ...]) -> bool:
     while error is not None:
-        if getattr(error, "errno", None) in numbers or any(text in str(error) for text in messages):
+        if getattr(error, "errno", None) in numbers or _says(str(error), numbers):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _says(text: str, numbers: tuple[int, ...]) -> bool:
+    """Returns whether a message is of such an error: tensorstore gives only messages."""
+    return any(os.strerror(number) in text for number in numbers)
 
 
 def disk_full_error(directory: Path, step: int, seen: str) -> StorageFullError:
@@ -139,11 +139,9 @@ def check_disk_space(directory: Path, needed: int, step: int, processes: Process
 class _NotFull(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        told = MESSAGES + READ_ONLY_MESSAGES
         # The last writes of a failed save find its directory gone.
         swept = isinstance(error, FileNotFoundError) and ".orbax-checkpoint-tmp" in str(error)
-        known = is_full(error) or is_read_only(error) or swept
-        return not known and not any(phrase in record.getMessage() for phrase in told)
+        return not (swept or _is_of(error, TOLD) or _says(record.getMessage(), TOLD))
 
 
 QUIET = _NotFull()
@@ -162,8 +160,7 @@ def quiet_about_full_disks() -> None:
         closed = isinstance(event.exc_value, RuntimeError) and "loop is closed" in str(
             event.exc_value
         )
-        known = is_full(event.exc_value) or is_read_only(event.exc_value)
-        if not (closed and event.object is None) and not known:
+        if not (closed and event.object is None) and not _is_of(event.exc_value, TOLD):
             before(event)
 
     sys.unraisablehook = hook

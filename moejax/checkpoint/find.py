@@ -4,7 +4,7 @@ Nothing here touches a device, and nothing reads arrays (`checkpoint.writer` doe
 """
 
 import shutil
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +58,16 @@ def newest(
 
 
 def _survey(directory: Path) -> tuple[list[str], list[int]]:
-    """Tidies the directory. Returns notes, and the finished steps, newest first."""
-    notes = _sweep(directory) if directory.is_dir() else []
+    """Removes half-written steps of a killed run, and sets aside steps without digests.
+
+    Returns notes, and the finished steps, newest first.
+    """
+    notes: list[str] = []
+    if directory.is_dir():
+        remove_half_written(directory)
+        for path in sorted(directory.iterdir()):
+            if path.is_dir() and is_step(path.name) and not (path / MANIFEST).is_file():
+                notes += quarantine(path, "no manifest", kind="unfinished")
     return notes, sorted(finished_steps(directory), reverse=True)
 
 
@@ -91,17 +99,15 @@ def quarantine(
     Args:
       kind: ending of its new name.
     """
-    return processes.from_first(partial(_quarantine, path, kind, reason))
+    aside = path.with_name(f"{path.name}.{kind}")
 
+    def rename() -> list[str]:
+        # An earlier one of the same step is older, from before the run repeated that step.
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        return [f"checkpoint {path.name} set aside as {aside.name}: {reason}"]
 
-def _sweep(directory: Path) -> list[str]:
-    """Removes half-written steps of a killed run, and sets aside steps without digests."""
-    remove_half_written(directory)
-    notes = []
-    for path in sorted(directory.iterdir()):
-        if path.is_dir() and is_step(path.name) and not (path / MANIFEST).is_file():
-            notes += _quarantine(path, "unfinished", "no manifest")
-    return notes
+    return processes.from_first(rename)
 
 
 def remove_half_written(directory: Path) -> None:
@@ -112,22 +118,13 @@ def remove_half_written(directory: Path) -> None:
         trial.unlink(missing_ok=True)
 
 
-def _quarantine(path: Path, kind: str, reason: str) -> list[str]:
-    """Renames a step's directory so that nothing takes it for a checkpoint. Returns the note."""
-    aside = path.with_name(f"{path.name}.{kind}")
-    # An earlier one of the same step is older, from before the run repeated that step.
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    return [f"checkpoint {path.name} set aside as {aside.name}: {reason}"]
-
-
 def locate(source: str, verify: str, processes: Processes = ALONE) -> Saved:
     """Finds the checkpoint that `checkpoint.init_from` names: a run directory or one step.
 
     Raises:
       InputError: if there is none, or its files are damaged.
     """
-    path = Path(processes.from_first(lambda: str(_newest_below(Path(source)))))
+    path = next(iter(_steps_below(source, processes)), Path(source))
     saved, damage = _verified(path, verify, processes)
     if saved is None:
         raise InputError(
@@ -148,24 +145,20 @@ def latest_intact(
     Raises:
       InputError: if there is none.
     """
-    found = processes.from_first(lambda: [str(path) for path in _steps_below(Path(source))])
-    paths = [Path(path) for path in found if step is None or Path(path).name == str(step)]
+    found = _steps_below(source, processes)
+    paths = [path for path in found if step is None or path.name == str(step)]
     if step is not None and not paths:
-        steps = ", ".join(Path(path).name for path in found) or "none"
         raise InputError(
-            f"no checkpoint of step {step}. {source} has steps {steps}. A run keeps its newest "
-            f"ones. Name one of them, or leave --step out."
+            f"no checkpoint of step {step}. {source} has steps {_numbers(found)}. A run keeps its "
+            "newest ones. Name one of them, or leave --step out."
         )
-    notes = []
-    for path in paths or [Path(source)]:
-        saved, damage = _verified(path, verify, processes)
-        if saved is not None:
-            return saved, notes
-        notes.append(f"checkpoint {path} is damaged: {damage}")
-    raise InputError(
-        f"no whole checkpoint. {'; '.join(notes)}. Files must match their manifest. Restore them "
-        f"from a copy."
-    )
+    saved, notes = _first_intact(paths or [Path(source)], verify, processes)
+    if saved is None:
+        raise InputError(
+            f"no whole checkpoint. {'; '.join(notes)}. Files must match their manifest. Restore "
+            "them from a copy."
+        )
+    return saved, notes
 
 
 def intact_before(
@@ -176,31 +169,42 @@ def intact_before(
     Raises:
       InputError: if there is none.
     """
-    found = processes.from_first(lambda: [str(path) for path in _steps_below(run_dir)])
-    notes = []
-    for path in map(Path, found):
-        if int(path.name) >= step:
-            continue
+    found = _steps_below(run_dir, processes)
+    before = [path for path in found if int(path.name) < step]
+    saved, notes = _first_intact(before, verify, processes)
+    if saved is None:
+        raise InputError(
+            f"no whole checkpoint before step {step}. "
+            f"{'; '.join([f'{run_dir} has steps {_numbers(found)}', *notes])}. A step is run again "
+            "from one before it. Name a later step."
+        )
+    return saved, notes
+
+
+def _first_intact(
+    paths: Iterable[Path], verify: str, processes: Processes
+) -> tuple[Saved | None, list[str]]:
+    """Returns the first intact checkpoint, if any, and notes about the damaged ones before it."""
+    notes: list[str] = []
+    for path in paths:
         saved, damage = _verified(path, verify, processes)
         if saved is not None:
             return saved, notes
-        notes.append(f"checkpoint {path.name} is damaged: {damage}")
-    steps = ", ".join(Path(path).name for path in found) or "none"
-    raise InputError(
-        f"no whole checkpoint before step {step}. {run_dir} has steps {steps}"
-        f"{''.join(f'; {note}' for note in notes)}. A step is run again from one before it. Name a "
-        f"later step."
-    )
+        notes.append(f"checkpoint {path} is damaged: {damage}")
+    return None, notes
 
 
-def _newest_below(path: Path) -> Path:
-    """Returns the newest finished step of a run or checkpoints directory; else the path."""
-    return next(iter(_steps_below(path)), path)
+def _numbers(steps: Iterable[Path]) -> str:
+    return ", ".join(path.name for path in steps) or "none"
 
 
-def _steps_below(path: Path) -> list[Path]:
+def _steps_below(source: str | Path, processes: Processes) -> list[Path]:
     """Returns the finished steps of a run or checkpoints directory, newest first."""
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    steps = finished_steps(path) if path.is_dir() else []
-    return [path / str(step) for step in sorted(steps, reverse=True)]
+    path = Path(source)
+
+    def find() -> list[str]:
+        below = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        steps = finished_steps(below) if below.is_dir() else []
+        return [str(below / str(step)) for step in sorted(steps, reverse=True)]
+
+    return [Path(step) for step in processes.from_first(find)]

@@ -31,9 +31,7 @@ class Weights(Mapping[str, np.ndarray]):
         self._names = self._stored.names()
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._stored.read(name)
+        return self.part(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

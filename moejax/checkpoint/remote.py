@@ -127,17 +127,11 @@ class Copies:
             if size != expected:
                 raise OSError(f"{self.place}/{step.name}/{name} has {size} bytes, not {expected}")
 
-        self._make_directory(f"{self._root}/{step.name}")
+        for parent in sorted({Path(name).parent.as_posix() for name in manifest["files"]}):
+            self._make_directory(f"{self._root}/{step.name}/{parent}")
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(send, self._with_directories(step.name, manifest)))
+            list(pool.map(send, manifest["files"]))
         self._files.pipe_file(f"{self._root}/{step.name}/{MANIFEST}", own)
-
-    def _with_directories(self, step: str, manifest: dict[str, Any]) -> list[str]:
-        """Makes the directories of a step's files (`_make_directory`). Returns the files."""
-        names = list(manifest["files"])
-        for parent in sorted({Path(name).parent.as_posix() for name in names}):
-            self._make_directory(f"{self._root}/{step}/{parent}")
-        return names
 
     def _remove(self, step: int) -> None:
         # The manifest first: a half-removed copy must not count as finished.

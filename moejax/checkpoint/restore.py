@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from moejax.checkpoint.compatible import remembers, same_reduction
+from moejax.checkpoint.compatible import same_reduction
 from moejax.checkpoint.find import Saved, quarantine
 from moejax.checkpoint.verify import wrong_numbers
 from moejax.checkpoint.writer import arrays_of, restore_state, step_of_state
@@ -95,7 +95,7 @@ def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:
     """Returns the state of a checkpoint; codec state only where it is still valid."""
     console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
     valid = same_reduction(saved.manifest, train_step)
-    if not valid and remembers(saved.manifest):
+    if not valid and any(name.startswith("reduction/") for name in saved.manifest["files"]):
         console.print(
             "warning: mesh or compression differ from the checkpoint's: the codecs' "
             "state is dropped",

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import jax
 
-from moejax.checkpoint.compatible import check_same_base, check_same_weights, describe_base
+from moejax.checkpoint.compatible import check_same_base, check_same_weights
 from moejax.checkpoint.find import Saved, locate
+from moejax.checkpoint.manifest import weights_digest
 from moejax.checkpoint.verify import restore_weights
 from moejax.config.schema import Config
 from moejax.errors import InputError
@@ -31,9 +32,6 @@ class FolderSource:
     def path(self) -> Path:
         """The folder's path."""
         return self.folder.path
-
-    def __str__(self) -> str:
-        return str(self.folder.path)
 
 
 Source = Saved | FolderSource
@@ -104,8 +102,8 @@ def base_of(cfg: Config, source: Source | None) -> dict[str, str] | None:
         return None
     assert source is not None, "choose_checkpoint refuses adapters without weights"
     if isinstance(source, Saved):
-        return describe_base(source.path, source.manifest)
-    return {"path": str(source), "weights": digest_of_samples(source.folder)}
+        return {"path": str(source.path), "weights": weights_digest(source.manifest)}
+    return {"path": str(source.path), "weights": digest_of_samples(source.folder)}
 
 
 def frozen_source(
@@ -143,7 +141,8 @@ def frozen_source(
 
 def keep_origin(source: Source | None, run_dir: Path) -> None:
     """Copies the small files that came with the weights, for a later export."""
-    if isinstance(source, FolderSource):
-        copy_small_files(source.folder.path, run_dir / ORIGIN)
-    elif source is not None and (origin := origin_of(source.path)) is not None:
-        copy_small_files(origin, run_dir / ORIGIN)
+    if source is None:
+        return
+    folder = source.path if isinstance(source, FolderSource) else origin_of(source.path)
+    if folder is not None:
+        copy_small_files(folder, run_dir / ORIGIN)

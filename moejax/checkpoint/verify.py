@@ -14,10 +14,10 @@ import numpy as np
 
 from moejax.checkpoint.digests import ArrayDigests, add_up, digest_of_zeros, from_json, together
 from moejax.checkpoint.find import Saved
-from moejax.checkpoint.writer import by_key, flat, restore_items
+from moejax.checkpoint.writer import by_key, restore_items
 from moejax.errors import InputError
 from moejax.runtime.processes import Processes
-from moejax.step.state import TrainState
+from moejax.step.state import TrainState, flat
 
 
 def wrong_numbers(

@@ -12,13 +12,14 @@ from moejax.checkpoint.find import Saved
 from moejax.checkpoint.source import FolderSource, Source
 from moejax.comm.weights.adapters import adapter_dims
 from moejax.config.schema import Config
-from moejax.hf.adapters import adapted_tensors, write_adapter
+from moejax.hf.adapters import write_adapter
 from moejax.hf.families.family import Family
-from moejax.hf.load import flat, parameters_of, read_part
+from moejax.hf.load import parameters_of, read_part
 from moejax.hf.model import describe_anywhere
 from moejax.hf.rules import PREDICT_AHEAD, Index, ReadPart, tensors_of
 from moejax.step.adapters import matrices_in
 from moejax.step.model import ModelDef
+from moejax.step.state import flat
 
 
 def adapted_parameters(model: ModelDef) -> dict[str, str]:
@@ -120,5 +121,5 @@ def write_adapters(
     ]
     kept = [tensor for tensor in tensors if not tensor.path.startswith(PREDICT_AHEAD)]
     read = StoredWeights(saved.path).read
-    write_adapter(out, adapted_tensors(kept, read), cfg.lora, base=base)
+    write_adapter(out, kept, read, cfg.lora, base=base)
     return len(kept), len(tensors) - len(kept)

@@ -38,12 +38,13 @@ from moejax.convert.pieces import write_pieces
 from moejax.errors import write_whole
 from moejax.hf.config import check_same_model, config_of
 from moejax.hf.families import family_of
-from moejax.hf.load import LoadPlan, flat, plan_load, read_bounds
+from moejax.hf.load import LoadPlan, plan_load, read_bounds
 from moejax.hf.model import describe_anywhere
 from moejax.hf.origin import ORIGIN, copy_small_files, small_files
 from moejax.hf.reader import Folder
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
+from moejax.step.state import flat
 
 LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already

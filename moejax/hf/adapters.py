@@ -12,15 +12,13 @@ Letters as in `moejax/layout/layout.py`.
 
 import dataclasses
 import json
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from moejax.comm.weights.adapters import Adapter, adapter_dims
 from moejax.config.schema import LoraConfig
@@ -40,58 +38,34 @@ RENAMED = (".block_sparse_moe.", ".mlp.")
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class AdaptedTensor:
-    """A tensor of a model's files whose parameter has an adapter.
-
-    Attributes:
-      name: its name in the model's files, such as model.layers.3.self_attn.q_proj.weight.
-      view: how it holds one layer's parameter.
-      factors: returns the layer's adapter, as arrays of the host.
-    """
-
-    name: str
-    view: View
-    factors: Callable[[], Adapter]
-
-    @property
-    def parameter(self) -> str:
-        """Its name in transformers."""
-        return self.name.replace(*RENAMED)
-
-    @property
-    def module(self) -> str:
-        """The module in transformers that has it."""
-        return self.parameter.rpartition(".")[0]
-
-    @property
-    def is_fused(self) -> bool:
-        """True if it has all experts of a layer."""
-        return self.view.dims[0] == self.view.groups[0] == "E"
+def parameter_of(tensor: Tensor) -> str:
+    """Returns the name in transformers of a tensor's parameter."""
+    return tensor.name.replace(*RENAMED)
 
 
-def adapted_tensors(tensors: Iterable[Tensor], read: ReadPart) -> list[AdaptedTensor]:
-    """Returns tensors with their adapters.
+def module_of(tensor: Tensor) -> str:
+    """Returns the name in transformers of the module that has it."""
+    return parameter_of(tensor).rpartition(".")[0]
 
-    Args:
-      tensors: tensors of parameters with an adapter, the experts of a layer in one tensor.
-      read: reads the factors, which are the parameters `PATH.a` and `PATH.b`.
-    """
 
-    def factors(tensor: Tensor) -> Adapter:
-        layer = () if tensor.repeat is None else (tensor.repeat,)
-        return Adapter(read(f"{tensor.path}.a", layer), read(f"{tensor.path}.b", layer))
-
-    return [AdaptedTensor(tensor.name, tensor.view, partial(factors, tensor)) for tensor in tensors]
+def is_fused(view: View) -> bool:
+    """Returns whether a tensor has all experts of a layer."""
+    return view.dims[0] == view.groups[0] == "E"
 
 
 def write_adapter(
-    folder: Path, tensors: Iterable[AdaptedTensor], lora: LoraConfig, *, base: str | None
+    folder: Path,
+    tensors: Iterable[Tensor],
+    read: ReadPart,
+    lora: LoraConfig,
+    *,
+    base: str | None,
 ) -> None:
     """Writes an adapter into an existing folder.
 
     Args:
       tensors: tensors of all parameters with an adapter. Experts must be one tensor a layer.
+      read: reads the factors, which are the parameters `PATH.a` and `PATH.b`.
       base: name or path of the model that it adapts.
     Raises:
       InputError: names a tensor that peft cannot adapt.
@@ -99,22 +73,23 @@ def write_adapter(
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     for tensor in tensors:
         _check(tensor)
-    write_safetensors(folder / WEIGHTS, dict(_arrays(tensors)))
+    with writing(folder / WEIGHTS):
+        (folder / WEIGHTS).write_bytes(save(dict(_arrays(tensors, read)), {"format": "pt"}))
     config = adapter_config(tensors, lora, base=base)
     write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def adapter_config(
-    tensors: Iterable[AdaptedTensor], lora: LoraConfig, *, base: str | None
+    tensors: Iterable[Tensor], lora: LoraConfig, *, base: str | None
 ) -> dict[str, Any]:
     """Returns peft's config of an adapter on these tensors."""
     assert lora.rank is not None
     modules, parameters = [], []
     for tensor in tensors:
-        if tensor.is_fused or tensor.module.rpartition(".")[2] in REMAPPED:
-            parameters.append(tensor.parameter)
+        if is_fused(tensor.view) or module_of(tensor).rpartition(".")[2] in REMAPPED:
+            parameters.append(parameter_of(tensor))
         else:
-            modules.append(tensor.module)
+            modules.append(module_of(tensor))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -133,34 +108,36 @@ def adapter_config(
     }
 
 
-def _check(tensor: AdaptedTensor) -> None:
+def _check(tensor: Tensor) -> None:
     """Refuses tensors whose adapters peft keeps in another form."""
-    if tensor.module.endswith("embed_tokens"):
+    if module_of(tensor).endswith("embed_tokens"):
         raise InputError(
             f"the adapter of {tensor.name} has no place in peft's form here. Embeddings are looked "
             "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
             "weights."
         )
-    if not (tensor.is_fused or tensor.name.endswith(WEIGHT)):
+    if not (is_fused(tensor.view) or tensor.name.endswith(WEIGHT)):
         raise InputError(
             f"the adapter of {tensor.name} has no place in peft's form: it adapts tensors whose "
             f"names end in {WEIGHT}. Export the merged weights."
         )
 
 
-def _arrays(tensors: Sequence[AdaptedTensor]) -> Iterable[tuple[str, np.ndarray]]:
+def _arrays(tensors: Sequence[Tensor], read: ReadPart) -> Iterable[tuple[str, np.ndarray]]:
     """Yields the names and arrays of an adapter's file."""
     inside: dict[str, list[str]] = defaultdict(list)  # parameters that peft wraps, first innermost
     for tensor in tensors:
-        if tensor.is_fused:
-            inside[tensor.module].append(tensor.parameter.rpartition(".")[2])
+        if is_fused(tensor.view):
+            inside[module_of(tensor)].append(parameter_of(tensor).rpartition(".")[2])
     for tensor in tensors:
-        place = PREFIX + tensor.module
-        if tensor.is_fused:
-            wrapped = sorted(inside[tensor.module], key=FUSED.index)
-            outer = wrapped[wrapped.index(tensor.parameter.rpartition(".")[2]) + 1 :]
+        place = PREFIX + module_of(tensor)
+        if is_fused(tensor.view):
+            wrapped = sorted(inside[module_of(tensor)], key=FUSED.index)
+            outer = wrapped[wrapped.index(parameter_of(tensor).rpartition(".")[2]) + 1 :]
             place += ".base_layer" * len(outer)
-        a, b = factor_tensors(tensor.view, tensor.factors())
+        layer = () if tensor.repeat is None else (tensor.repeat,)
+        factors = Adapter(*(read(f"{tensor.path}.{factor}", layer) for factor in "ab"))
+        a, b = factor_tensors(tensor.view, factors)
         yield f"{place}.lora_A.weight", a
         yield f"{place}.lora_B.weight", b
 
@@ -169,7 +146,7 @@ def factor_tensors(view: View, adapter: Adapter) -> tuple[np.ndarray, np.ndarray
     """Returns `lora_A` and `lora_B` of a tensor, from the factors of one layer."""
     letters = adapter_dims(view.dims)
     assert letters is not None, f"{view.dims} is no matrix"
-    joined = "E" if view.dims[0] == view.groups[0] == "E" else ""
+    joined = "E" if is_fused(view) else ""
     one, other = view.groups[len(joined) :]
     is_input = set(one) <= set(letters.a)
     side_in, side_out = (one, other) if is_input else (other, one)
@@ -188,18 +165,3 @@ def _factor(view: View, dims: str, values: np.ndarray, groups: tuple[str, str]) 
     )
     places = dict(at)
     return own.to_tensor(whole[tuple(places.get(letter, slice(None)) for letter in dims)])
-
-
-def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes float32 arrays as a safetensors file: the header's length, the header, the data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, array in arrays.items():
-        start, end = end, end + 4 * math.prod(array.shape)
-        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with writing(path), path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays.values():
-            out.write(np.ascontiguousarray(array, "<f4").tobytes())

@@ -120,7 +120,6 @@ def _refuse_other(folder: Path) -> NoReturn:
 
 
 def _read_sharded(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
-    """Reads all files that an index names, and compares them with it."""
     where = index.get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(v, str) for v in where.values()):
         raise InputError(

@@ -8,6 +8,7 @@ from typing import TypeVar
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
+THREADS = 4
 LIMIT_BYTES = 256 << 20  # what conversions hold at once, unless one tensor is larger
 
 
@@ -15,28 +16,23 @@ def map_in_flight(
     function: Callable[[Job], Result],
     jobs: Iterable[Job],
     size_of: Callable[[Job], int],
-    *,
-    limit: int | None = None,
-    threads: int = 4,
 ) -> Iterator[Result]:
     """Yields the results in the order of the jobs, which threads work on.
 
     A job begins when its bytes fit beside those in flight, or alone. Its bytes are in flight until
-    the next result is asked for, so a caller that keeps no results holds `limit` bytes at most, or
+    the next result is asked for, so a caller that keeps no results holds `LIMIT_BYTES` at most, or
     the bytes of one job that is larger.
 
     Args:
       size_of: returns the bytes that a job holds, its result included.
-      limit: most bytes in flight; None: `LIMIT_BYTES`.
     """
-    limit = LIMIT_BYTES if limit is None else limit
     running: deque[tuple[Future[Result], int]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         try:
             held = 0
             for job in jobs:
                 size = size_of(job)
-                while running and held + size > limit:
+                while running and held + size > LIMIT_BYTES:
                     held -= running[0][1]
                     yield running.popleft()[0].result()
                 running.append((pool.submit(function, job), size))

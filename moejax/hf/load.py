@@ -26,7 +26,7 @@ from moejax.hf.reader import Folder
 from moejax.hf.rules import PREDICT_AHEAD, Index, Parameter, Tensor, tensors_of
 from moejax.hf.views import Box, Range
 from moejax.step.model import ModelDef
-from moejax.step.state import Tree
+from moejax.step.state import Tree, flat
 
 BIAS = "moe.bias"  # the selection bias of a router, below its block
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -66,12 +66,6 @@ def parameters_of(model: ModelDef, params: Tree, router_bias: Tree) -> dict[str,
     return {path: Parameter(path, dims[path], tuple(x.shape)) for path, x in leaves.items()}
 
 
-def flat(tree: Tree) -> dict[str, Any]:
-    """Returns the leaves of a tree by path, as manifests name them."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
 def without_rule(family: Family, parameters: Mapping[str, Parameter]) -> frozenset[str]:
     """Returns the selection biases of a family whose files have none."""
     if any(rule.ours == BIAS for rule in family.rules):
@@ -100,7 +94,6 @@ def plan_load(folder: Folder, model: ModelDef, params: Tree, router_bias: Tree) 
 
 
 def _check_tensors(folder: Folder, tensors: Iterable[Tensor]) -> None:
-    """Refuses missing tensors, and tensors of another shape."""
     missing = [tensor for tensor in tensors if tensor.name not in folder.weights]
     if missing:
         if missing[0].path.startswith(PREDICT_AHEAD):
@@ -149,7 +142,6 @@ def _left_out(
 
 
 def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConfig) -> str | None:
-    """Returns the reason to leave a tensor out; None if there is none."""
     if BUFFERS.fullmatch(name):
         return "frequencies of rotary positions, which are computed"
     if name == "lm_head.weight" and model.tie_embeddings:

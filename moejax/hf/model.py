@@ -9,19 +9,15 @@ from moejax.step.model import ModelDef, build_spec, describe_model
 from moejax.step.state import Tree
 
 
-def model_alone(cfg: Config) -> Config:
-    """Returns a config of the same parameters that any device can hold."""
-    model = replace(cfg.model, dtype="float32", remat="none")
-    return Config(model=model, moe=replace(cfg.moe, implementation="auto"))
-
-
 def describe_anywhere(cfg: Config, *, adapters: bool = False) -> tuple[ModelDef, Tree, Tree]:
     """Returns a model, and shapes of all weights and selection biases; touches no device.
 
     Args:
       adapters: whether to add the config's adapters to the weights.
     """
-    alone = model_alone(cfg)
+    # A config of the same parameters that any device can hold.
+    model = replace(cfg.model, dtype="float32", remat="none")
+    alone = Config(model=model, moe=replace(cfg.moe, implementation="auto"))
     if adapters:
         alone = replace(alone, lora=cfg.lora)
     mesh = build_abstract_mesh(build_layout(alone.mesh))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
 import ml_dtypes
@@ -88,12 +87,7 @@ class Folder:
     def __enter__(self) -> "Folder":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
 
     @property
@@ -155,7 +149,7 @@ class Folder:
             target = out[tuple(place)]
             whole = list(target.shape) == shape and target.flags.c_contiguous
             buffer = target if whole else np.empty(shape, dtype)
-            first = _offset(stored.shape, [start for start, _ in run])
+            first = int(np.ravel_multi_index([start for start, _ in run], stored.shape))
             _read_exactly(file, buffer, stored.start + first * dtype.itemsize, stored.file)
             if not whole:
                 # Dimensions that were not walked were read whole.
@@ -196,13 +190,6 @@ def _runs(
             last = min(at + step, stop)
             walked = [(x, x + 1) for x in outer]
             yield [*place, slice(at - start, last - start)], [*walked, (at, last), *whole]
-
-
-def _offset(shape: tuple[int, ...], first: list[int]) -> int:
-    offset = 0
-    for size, at in zip(shape, first, strict=True):
-        offset = offset * size + at
-    return offset
 
 
 def _read_exactly(file: int, buffer: np.ndarray, offset: int, path: Path) -> None:

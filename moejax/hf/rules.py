@@ -5,6 +5,7 @@ block J of a group is a layer, whose number stands in the tensors' names. Expert
 tensor each, with their number in its name, or one tensor together.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from moejax.config.schema import ModelConfig
 from moejax.errors import InputError
 from moejax.hf.views import View
 
+LAYER = "model.layers.{}."  # prefix of the names of a layer's tensors
 FLAT = "*"  # of a rule: one dimension of all letters
 BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
 # The module for multi-token prediction is a layer after the last, with parameters of its own.
@@ -109,14 +111,11 @@ def tensors_of(
     rules: Iterable[Rule],
     parameters: Mapping[str, Parameter],
     model: ModelConfig,
-    *,
-    layer: str = "model.layers.{}.",
 ) -> list[Tensor]:
     """Returns all tensors of a model, in the order of its layers.
 
     Args:
       parameters: parameters by path.
-      layer: prefix of the names of a layer's tensors.
     Raises:
       InputError: if no rule holds some parameter.
     """
@@ -125,7 +124,7 @@ def tensors_of(
     for parameter in parameters.values():
         place = _place_of(parameter.path, parameters, stacks, model.num_layers)
         chosen = [r for r in rules if r.ours == place.own and r.block in ("", place.kind)]
-        tensors = [t for rule in chosen for t in _expand(rule, parameter, place, rotated, layer)]
+        tensors = [t for rule in chosen for t in _expand(rule, parameter, place, rotated)]
         _check_covered(parameter, tensors)
         found += tensors
     return sorted(found, key=lambda tensor: _order(tensor.name))
@@ -156,9 +155,7 @@ def _place_of(
     return _Place(match["own"], kind, stacks.get(stack, (after_last,)), stacked=True)
 
 
-def _expand(
-    rule: Rule, parameter: Parameter, place: _Place, rotated: int, layer: str
-) -> Iterable[Tensor]:
+def _expand(rule: Rule, parameter: Parameter, place: _Place, rotated: int) -> Iterable[Tensor]:
     """Yields the rule's tensors of one parameter: of each layer, and of each expert."""
     sizes = parameter.shape[len(parameter.shape) - len(parameter.dims) :]
     groups = (parameter.dims,) if rule.dims == FLAT else tuple(rule.dims.split())
@@ -167,7 +164,7 @@ def _expand(
     apart = (("E", 0),) if "{E}" in rule.theirs else ()
     view = View(parameter.dims, sizes, groups, apart + rule.at, paired)
     for index, number in enumerate(place.layers or (None,)):
-        prefix = "" if number is None else layer.format(number)
+        prefix = "" if number is None else LAYER.format(number)
         repeat = index if place.stacked else None
         for expert in range(view.size["E"]) if apart else (0,):
             name = prefix + rule.theirs.replace("{E}", str(expert))
@@ -177,11 +174,9 @@ def _expand(
 
 def _check_covered(parameter: Parameter, tensors: list[Tensor]) -> None:
     """Refuses a parameter that the tensors do not hold exactly once."""
-    elements = 1
-    for size in parameter.shape:
-        elements *= size
     if not tensors:
         raise InputError(f"no tensor of this family holds the parameter {parameter.path}")
+    elements = math.prod(parameter.shape)
     held = sum(tensor.view.elements for tensor in tensors)
     if held != elements:
         raise InputError(

@@ -6,14 +6,12 @@ takes one expert at a time. Bytes in flight are bounded. Each process writes its
 reads no other tensors.
 """
 
-import functools
 import json
-import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from moejax.runtime.processes import Processes
 from moejax.step.model import ModelDef
 from moejax.step.state import Tree
 
-AHEAD_COPIED = tuple(rule.ours for rule in AHEAD_COPIES)
 TOGETHER_BYTES = 16 << 20  # at most, of a tensor whose experts are written together
 READ_BYTES = 4  # at most, of a number that is read
 FILE_BYTES = 5 * 10**9  # at most, of a file, as transformers cuts
@@ -118,10 +115,9 @@ def plan_files(
     tensors = tensors_of((*family.rules, *family.experts[0]), held, cfg)
     if family.ahead and cfg.predict_ahead:
         # Libraries that predict with that layer look for the embedding and the head there.
-        twice = {path: p for path, p in held.items() if path in AHEAD_COPIED}
         layer = f"model.layers.{cfg.num_layers}."
-        copies = [replace(r, theirs=layer + r.theirs) for r in AHEAD_COPIES]
-        tensors += tensors_of(copies, twice, cfg)
+        copies = [replace(r, theirs=layer + r.theirs) for r in AHEAD_COPIES if r.ours in held]
+        tensors += tensors_of(copies, {r.ours: held[r.ours] for r in copies}, cfg)
     files: list[list[Placed]] = [[]]
     for tensor in tensors:
         own = "float32" if tensor.wide else dtype
@@ -181,7 +177,7 @@ def write_weights(
             for part in place.experts()
         ]
         jobs.sort(key=lambda job: job[1].tensor.path)
-        for place in map_in_flight(functools.partial(_write_tensor, read), jobs, _bytes_held):
+        for place in map_in_flight(partial(_write_tensor, read), jobs, _bytes_held):
             progress(place.tensor.view.elements)
     processes.gather("written")
     if processes.first and len(files) > 1:
@@ -195,7 +191,6 @@ def _bytes_held(job: tuple["_Output", Placed]) -> int:
 
 
 def _write_tensor(read: ReadPart, job: tuple["_Output", Placed]) -> Placed:
-    """Reads one tensor, and writes it at its place."""
     output, place = job
     values = read(place.tensor.path, place.tensor.index)
     output.write(place, place.tensor.view.to_tensor(values, DTYPES[place.dtype][1]))
@@ -203,12 +198,10 @@ def _write_tensor(read: ReadPart, job: tuple["_Output", Placed]) -> Placed:
 
 
 class _Output:
-    """One open file. A context manager, which checks that it is full and syncs it at its end."""
+    """One open file. A context manager, which syncs it at its end."""
 
     def __init__(self, folder: Path, file: OutFile):
         self._path, self._header = folder / file.name, file.header()
-        self._missing = sum(place.stop - place.start for place in file.placed)  # bytes
-        self._lock = threading.Lock()
 
     def __enter__(self) -> "_Output":
         with writing(self._path):
@@ -219,21 +212,13 @@ class _Output:
     def write(self, place: Placed, values: np.ndarray) -> None:
         """Writes a tensor at its place; several threads may write."""
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        if data.nbytes != place.stop - place.start:
-            raise ValueError(
-                f"a tensor of {data.nbytes} bytes has a place of {place.stop - place.start} in "
-                f"{self._path}"
-            )
+        assert data.nbytes == place.stop - place.start, f"{place.tensor.name} has another size"
         with writing(self._path):
             _write_all(self._file.fileno(), data, len(self._header) + place.start)
-        with self._lock:
-            self._missing -= data.nbytes
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._file, writing(self._path):
             os.fsync(self._file.fileno())
-        if kind is None and self._missing:
-            raise ValueError(f"{self._path} lacks {self._missing} bytes")
 
 
 def _write_all(file: int, data: Any, offset: int) -> None:
@@ -254,7 +239,7 @@ def _write_index(files: Sequence[OutFile], folder: Path) -> None:
 
 def total_elements(files: Sequence[OutFile]) -> int:
     """Returns the number of elements in all files."""
-    return sum(math.prod(p.tensor.view.shape) for file in files for p in file.placed)
+    return sum(place.tensor.view.elements for file in files for place in file.placed)
 
 
 def total_bytes(files: Sequence[OutFile]) -> int:

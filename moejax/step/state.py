@@ -8,6 +8,12 @@ Tree = Any  # a pure dict of arrays
 Leaf = Any  # an array, or its shape or sharding
 
 
+def flat(tree: Tree) -> dict[str, Leaf]:
+    """Returns the leaves of a tree by path, as manifests and files of weights name them."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
 class TrainState(NamedTuple):
     """The state of a run."""
 

@@ -25,7 +25,7 @@ from moejax.checkpoint.find import Saved
 from moejax.checkpoint.remote import Copies
 from moejax.checkpoint.restore import quarantine_wrong_steps, resume
 from moejax.checkpoint.source import Source, base_of, keep_origin
-from moejax.checkpoint.writer import Checkpoints, join_orbax
+from moejax.checkpoint.writer import Checkpoints
 from moejax.comm.cpu.exchange import disconnect
 from moejax.config.checks import check
 from moejax.config.checks.paths import check_places
@@ -35,6 +35,7 @@ from moejax.data.sources import keep_tokenizer
 from moejax.errors import DivergedError, ReplicasError
 from moejax.plan.cluster.topology import Topology
 from moejax.runtime.assignment import Assignment, find_assignment
+from moejax.runtime.patches import let_orbax_begin_again
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, leave, measure_peak
 from moejax.screen import screen
@@ -144,7 +145,7 @@ def join_program(
     """
     run_dir, patience_s = Path(cfg.run_dir), LOCK_S if assignment is not None else 0.0
     with join() as processes:
-        join_orbax(processes)
+        let_orbax_begin_again(processes.gather)
         check_same_config(cfg, processes)
         lock = processes.together(lambda: claim(run_dir, patience_s) if processes.first else None)
         try:

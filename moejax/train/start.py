@@ -309,7 +309,7 @@ def initial_state(
     lora, abstract = train_step.abstract.frozen is not None, train_step.abstract
     if source is not None and (lora or resumed is None):
         what = "frozen weights" if lora else "weights"
-        where = f"{source.path} (step {source.step})" if isinstance(source, Saved) else source
+        where = f"{source.path} (step {source.step})" if isinstance(source, Saved) else source.path
         console.print(f"{what} from {where}", soft_wrap=True)
     if resumed is not None:
         if lora and source is not None:

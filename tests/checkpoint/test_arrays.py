@@ -9,17 +9,19 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
-from moejax.checkpoint.arrays import NewArray, PieceWriter, StoredWeights, _shared_bytes, missing_in
+from moejax.checkpoint.arrays import (
+    NewArray,
+    PieceWriter,
+    StoredWeights,
+    _shared_bytes,
+    check_written,
+)
 from moejax.checkpoint.writer import Checkpoints
-from moejax.hf.load import flat
+from moejax.errors import RunError
+from moejax.step.state import flat
 from tests.cases import small_config, step_for
 
 ONE, MIXED = (1, 1, 1, 1), (1, 2, 2, 2)
-REST = [
-    pytest.param(mesh, dtype, marks=pytest.mark.exhaustive)
-    for mesh in (ONE, MIXED, (1, 1, 8, 1), (2, 1, 2, 2), (8, 1, 1, 1))
-    for dtype in ("float32", "bfloat16")
-]
 ALL = slice(None)
 
 
@@ -60,7 +62,7 @@ def assert_read(step, arrays):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "dtype"), [(ONE, "float32"), (MIXED, "bfloat16"), *REST])
+@pytest.mark.parametrize(("mesh", "dtype"), [(ONE, "float32"), (MIXED, "bfloat16")])
 def test_parts_are_read_whatever_mesh_saved_them(tmp_path, mesh, dtype):
     state = state_on(mesh, dtype)
     writer = Checkpoints(tmp_path, keep=1)
@@ -114,23 +116,17 @@ def test_a_piece_that_is_missing_is_named_from_the_index_alone(tmp_path):
         for part in parts[:-1]:
             size = tuple(stop - start for start, stop in part)
             writer.write(array, part, np.zeros(size, np.float32))
-    said = missing_in(tmp_path, shapes)
-    assert said == f"weights/{array.key} has 5 of 6 pieces, and shape [2, 3, 4, 5]"
+    said = r"weights/params\.groups.*w_in has 5 of 6 pieces, and shape \[2, 3, 4, 5\]"
+    with pytest.raises(RunError, match=said):
+        check_written(tmp_path, shapes)
     with PieceWriter(tmp_path / "weights") as writer:
         writer.write(array, parts[-1], np.zeros((1, 1, 4, 5), np.float32))
-    assert missing_in(tmp_path, shapes) == "weights/params.norm.scale is not there"
+    with pytest.raises(RunError, match=r"weights/params\.norm\.scale is not there"):
+        check_written(tmp_path, shapes)
     del shapes["weights/params.norm.scale"]
-    assert missing_in(tmp_path, shapes) is None
-    other = {f"weights/{array.key}": (2, 3, 4, 6)}
-    assert "shape [2, 3, 4, 5]" in missing_in(tmp_path, other)
-
-
-def test_an_unknown_path_is_no_array(tmp_path):
-    writer = Checkpoints(tmp_path, keep=1)
-    writer.save(3, state_on(ONE), {})
-    writer.close()
-    with pytest.raises(KeyError, match="no_such"):
-        StoredWeights(tmp_path / "3").read("no_such")
+    check_written(tmp_path, shapes)
+    with pytest.raises(RunError, match=r"shape \[2, 3, 4, 5\]"):
+        check_written(tmp_path, {f"weights/{array.key}": (2, 3, 4, 6)})
 
 
 @pytest.mark.parametrize(
@@ -158,16 +154,13 @@ def test_two_rows_of_pieces_are_kept_where_parts_share_them(tmp_path, shape, pie
 @pytest.mark.parametrize(
     ("key", "shape", "dtype", "piece"),
     [
-        ("params.embedding.table", (300, 7), "float32", (300, 7)),
         # 160 MB, of which a piece has 67 at most: halved twice along its longest dimension.
         ("params.embedding.table", (40_000, 1000), "float32", (10_000, 1000)),
         ("params.embedding.table", (40_000, 1000), "bfloat16", (20_000, 1000)),
-        ("params.embedding.table", (1000, 40_001), "float32", (1000, 10_001)),
         ("params.embedding.table", (4096, 4096), "float32", (4096, 4096)),  # 64 MiB
         ("params.embedding.table", (4096, 4097), "float32", (4096, 2049)),
         # Layers, and experts of layers, lie alone.
         ("params.groups.0.blocks.0.moe.w_in", (2, 8, 4, 6), "float32", (1, 1, 4, 6)),
-        ("params.groups.0.blocks.0.moe.shared", (2, 4, 6), "float32", (1, 4, 6)),
         ("params.groups.0.blocks.0.attention.w_q", (2, 4, 6, 3), "float32", (1, 4, 6, 3)),
         ("params.groups.0.blocks.0.norm.scale", (2, 4), "float32", (2, 4)),
     ],

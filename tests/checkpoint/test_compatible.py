@@ -70,18 +70,10 @@ OTHER = {
 REFUSED = {
     "model.width": 64,
     "model.rope.theta": 5e5,
-    "model.sliding_window": 7,
-    "moe.num_experts": 4,
     "moe.router.score": "sigmoid",
-    "moe.capacity_factor": 1.5,
-    "moe.expert_bias": True,
-    "model.activation": "clamped_swiglu",
-    "model.predict_ahead": 1,
     "data.source": "tokens",
-    "data.sequence_length": 128,
     "data.shuffle": False,
     "lora.rank": 4,
-    "lora.targets": ["moe.*"],
     "optimizer.name": "muon",
     "train.batch_sequences": 16,
     "train.seed": 1,
@@ -89,8 +81,6 @@ REFUSED = {
 ALLOWED = {
     "run_dir": "elsewhere",
     "route": "merge",
-    "route_chunks": 2,
-    "mesh.expert": 4,
     "mesh.nodes": 2,
     "mesh.replica": 2,
     "model.dtype": "bfloat16",
@@ -99,12 +89,8 @@ ALLOWED = {
     "moe.implementation": "blocked",
     "lora.base_dtype": "bfloat16",
     "optimizer.learning_rate": 1e-4,
-    "optimizer.clip_norm": 0.5,
-    "optimizer.schedule": "linear",
     "train.num_steps": 1000,
     "train.micro_batches": 2,
-    "train.predict_ahead_loss": 0.1,
-    "train.log_every": 1,
     "checkpoint.keep": 1,
 }
 
@@ -113,10 +99,7 @@ ALLOWED = {
 def test_what_the_checkpoint_depends_on_cannot_change(name):
     with pytest.raises(InputError) as raised:
         check_resumable(to_dict(Config()), changed(name, REFUSED[name]), step=5)
-    before = to_dict(Config())
-    for part in name.split("."):
-        before = before[part]
-    now = get_value(changed(name, REFUSED[name]), name)
+    before, now = (get_value(cfg, name) for cfg in (Config(), changed(name, REFUSED[name])))
     assert f"{name}: {before} -> {now}" in str(raised.value)
 
 
@@ -131,6 +114,7 @@ def test_what_it_does_not_depend_on_may_change_and_is_told(name):
 def test_a_replica_axis_left_open_is_no_change():
     saved = to_dict(changed("mesh.replica", 4))
     assert check_resumable(saved, changed("mesh.replica", None), step=5) == []
+    assert check_resumable(to_dict(Config()), Config(), step=200) == []
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -159,10 +143,6 @@ def test_a_decayed_run_that_goes_on_with_more_steps_tells_both_rates():
     assert told.endswith("0.001 as the checkpoint's run had it, now 0.002")
 
 
-def test_the_same_config_changes_nothing():
-    assert check_resumable(to_dict(Config()), Config(), step=200) == []
-
-
 def test_only_the_refused_changes_are_listed():
     cfg = changed("train.seed", 3, changed("train.num_steps", 300))
     with pytest.raises(InputError, match=r"train\.seed: 0 -> 3") as raised:
@@ -178,12 +158,7 @@ def test_a_run_does_not_go_back():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("optimizer.clip_norm", 0.5),
-        ("optimizer.clip_norm", None),
-        ("optimizer.schedule", "linear"),
-    ],
+    ("name", "value"), [("optimizer.clip_norm", None), ("optimizer.schedule", "linear")]
 )
 def test_an_allowed_change_of_the_optimizer_keeps_its_state(name, value):
     cfg = small_config()
@@ -197,15 +172,13 @@ def test_weights_may_go_into_a_run_with_other_data_and_optimizer():
     check_same_weights(to_dict(Config()), changed("model.sliding_window", 9))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_weights_of_another_shape_are_refused(name):
-    value = OTHER.get(name)
-    if value is None:
-        default = fields()[name].default
-        value = not default if isinstance(default, bool) else default + 1
-    with pytest.raises(InputError, match=f"{name}: ") as raised:
-        check_same_weights(to_dict(Config()), changed(name, value))
-    assert "checkpoint.init_from" in str(raised.value)
+def test_weights_of_another_shape_are_refused():
+    """Which settings: `test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else`."""
+    said = r"checkpoint\.init_from.*model\.width: \d+ -> 64, moe\.num_experts: \d+ -> 4\. "
+    with pytest.raises(InputError, match=said):
+        check_same_weights(
+            to_dict(Config()), changed("model.width", 64, changed("moe.num_experts", 4))
+        )
 
 
 def stream(**digests):

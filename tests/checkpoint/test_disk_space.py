@@ -55,27 +55,41 @@ def save_and_wait(writer, step):
     return writer.wait()
 
 
+def finished_soon(writer):
+    """What the loop asks after each step, until the save under way has an end."""
+    for _ in range(400):
+        if (step := writer.finished()) is not None:
+            return step
+        time.sleep(0.05)
+    raise AssertionError("the save has no end")
+
+
+def telling(directory, **options):
+    """A writer, and what it tells of saves that fail."""
+    told = []
+    return Checkpoints(directory, failed=lambda *what: told.append(what), **options), told
+
+
 def test_a_save_into_a_full_disk_names_the_step_that_is_safe(small_disk, capfd, monkeypatch):
-    writer = Checkpoints(small_disk / "checkpoints", keep=3)
+    """It is told as soon as the save fails, and not at the next one."""
+    writer, told = telling(small_disk / "checkpoints", keep=3)
     assert save_and_wait(writer, 10) == 10
     fill(small_disk, leave=40 * 1024)
     # As if somebody else had filled it after the look.
     monkeypatch.setattr(checkpoint, "check_disk_space", lambda *_: None)
+    writer.save(20, state(), {"config": {}})
     with pytest.raises(StorageFullError, match=r"checkpoint of step 20\..*Step 10 is safe") as full:
-        save_and_wait(writer, 20)
+        finished_soon(writer)
     assert "\n" not in str(full.value)
     assert full.value.code == 5
+    assert told == [(20, str(full.value))]
     writer.close()
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
-    # The next start frees what the save had taken; here Orbax's last threads may still write.
-    for _ in range(100):
-        saved, notes = newest(small_disk / "checkpoints", "full")
-        assert (saved.step, notes) == (10, [])
-        if os.listdir(small_disk / "checkpoints") == ["10"]:
-            break
-        time.sleep(0.05)
+    assert capfd.readouterr() == ("", "")
+    # Orbax's threads have ended, so nothing of the failed save takes room any more.
+    assert os.listdir(small_disk / "checkpoints") == ["10"]
     assert shutil.disk_usage(small_disk).free >= 36 * 1024
+    saved, notes = newest(small_disk / "checkpoints", "full")
+    assert (saved.step, notes) == (10, [])
 
 
 def test_a_save_for_which_there_is_less_room_than_the_last_took_is_not_begun(small_disk):
@@ -98,49 +112,8 @@ def test_a_manifest_that_was_damaged_meanwhile_does_not_keep_the_run_from_saving
     writer.close()
 
 
-def test_a_step_for_whose_manifest_there_is_no_room_is_removed(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(checkpoint, "commit", fail)
-    writer = Checkpoints(tmp_path, keep=2)
-    with pytest.raises(StorageFullError, match=r"step 10\. .*No step was saved before"):
-        save_and_wait(writer, 10)
-    writer.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def finished_soon(writer):
-    """What the loop asks after each step, until the save under way has an end."""
-    for _ in range(400):
-        if (step := writer.finished()) is not None:
-            return step
-        time.sleep(0.05)
-    raise AssertionError("the save has no end")
-
-
-def test_a_failed_save_is_told_as_soon_as_it_fails_and_not_at_the_next_one(small_disk, monkeypatch):
-    told = []
-    writer = Checkpoints(
-        small_disk / "checkpoints", keep=3, failed=lambda step, text: told.append((step, text))
-    )
-    assert save_and_wait(writer, 10) == 10
-    fill(small_disk, leave=40 * 1024)
-    monkeypatch.setattr(checkpoint, "check_disk_space", lambda *_: None)
-    writer.save(20, state(), {"config": {}})
-    with pytest.raises(StorageFullError) as full:
-        finished_soon(writer)
-    assert told == [(20, str(full.value))]
-    writer.close()
-    # Orbax's threads have ended, so nothing of the failed save takes room any more.
-    assert os.listdir(small_disk / "checkpoints") == ["10"]
-
-
 def test_a_disk_that_becomes_read_only_ends_the_run_in_one_line(small_disk, capfd):
-    told = []
-    writer = Checkpoints(
-        small_disk / "checkpoints", keep=3, failed=lambda step, text: told.append((step, text))
-    )
+    writer, told = telling(small_disk / "checkpoints", keep=3)
     assert save_and_wait(writer, 10) == 10
     remount(small_disk, "ro")
     words = r"checkpoint of step 20 cannot be written\. .* Step 10 is safe\. Make it writable"
@@ -175,9 +148,11 @@ def test_what_cannot_be_written_is_one_line_and_code_5(tmp_path, monkeypatch, nu
 
     monkeypatch.setattr(checkpoint, "commit", fail)
     writer = Checkpoints(tmp_path, keep=2)
-    with pytest.raises(StorageFullError, match=r"checkpoint of step 10") as error:
+    words = r"checkpoint of step 10.*No step was saved before"
+    with pytest.raises(StorageFullError, match=words) as error:
         save_and_wait(writer, 10)
     writer.close()
+    assert list(tmp_path.iterdir()) == []
     assert "\n" not in str(error.value)
     assert isinstance(error.value, NotWritableError) == (number in {errno.EROFS, errno.EACCES})
 

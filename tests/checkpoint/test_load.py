@@ -1,5 +1,7 @@
 """Checkpoints read by name, without a device."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.step.train_step import build_step
 from tests.cases import small_config
+from tests.checkpoint.test_writer import flip_a_bit
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def test_every_parameter_has_its_name_and_values(saved):
     weights = moejax.load_checkpoint(directory.parent)
     assert weights.step == 2
     assert weights.config == {"model": {"width": 1}}
-    expected = [leaf for leaf in jax.tree.leaves((state.params, state.router_bias))]
+    expected = jax.tree.leaves((state.params, state.router_bias))
     assert len(weights) == len(expected)
     assert sum(array.size for array in weights.values()) == sum(leaf.size for leaf in expected)
     table = weights["embedding.table"]
@@ -59,14 +62,7 @@ def test_a_step_is_chosen_and_a_name_that_is_not_there_is_a_key_error(saved):
 
 
 def test_a_damaged_checkpoint_is_not_read(saved, tmp_path):
-    directory, _ = saved
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(directory / "2", copy / "checkpoints" / "2")
-    data = max((copy / "checkpoints" / "2" / "weights").rglob("*"), key=lambda p: p.stat().st_size)
-    raw = bytearray(data.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    data.write_bytes(raw)
+    step = shutil.copytree(saved[0] / "2", tmp_path / "checkpoints" / "2")
+    flip_a_bit(step)
     with pytest.raises(InputError, match="no whole checkpoint"):
-        moejax.load_checkpoint(copy)
+        moejax.load_checkpoint(tmp_path)

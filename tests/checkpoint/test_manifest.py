@@ -45,12 +45,6 @@ def directory(tmp_path):
     return tmp_path / "checkpoints"
 
 
-def edit(path, **changes):
-    """Changes fields of a manifest by hand, as something that knows nothing of digests would."""
-    facts = json.loads((path / MANIFEST).read_text()) | changes
-    (path / MANIFEST).write_text(json.dumps(facts, indent=1))
-
-
 def assert_set_aside(directory, word, step=NEWEST):
     """The newest step is set aside for what `word` says, and the older one is taken."""
     saved, notes = newest(directory, "full")
@@ -89,7 +83,7 @@ def test_a_bit_flipped_anywhere_in_the_manifest_is_seen(apart, place):
     file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("number", "0269:")
+@pytest.mark.parametrize("number", "09:")
 def test_a_version_that_was_changed_is_damage_and_not_a_newer_moejax(directory, number):
     file = directory / str(NEWEST) / MANIFEST
     text = file.read_text()
@@ -106,13 +100,10 @@ def test_a_version_that_was_changed_is_damage_and_not_a_newer_moejax(directory, 
         b"",
         b"{",
         b"[]",
-        b"{}",
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"format_version": 1e999, "digest": ""}',
-        b'{"files": {}}',
         b'{"format_version": "x", "step": 60, "files": {}}',
-        b'{"format_version": 1, "step": 60, "files": []}',
         b'{"format_version": 1, "step": 60, "files": {}}',
         b'{"format_version": 1, "step": true, "files": {}}',
         b'{"format_version": 1, "step": 60, "files": {"weights": {"bytes": 3}}}',
@@ -123,27 +114,9 @@ def test_a_manifest_that_is_none_is_set_aside(directory, content):
     assert_set_aside(directory, "")
 
 
-@pytest.mark.parametrize("verify", ["full", "size"])
-def test_a_change_of_the_config_is_seen(directory, verify):
-    facts = json.loads((directory / str(NEWEST) / MANIFEST).read_text())
-    facts["config"]["train"]["seed"] = 1
-    edit(directory / str(NEWEST), config=facts["config"])
-    saved, notes = newest(directory, verify)
-    assert saved.step == OLDEST
-    assert "manifest has digest" in notes[0]
-
-
 def test_a_step_under_another_name_is_set_aside(directory):
     (directory / str(NEWEST)).rename(directory / "70")
     assert_set_aside(directory, "its manifest is of step 60", step=70)
-
-
-def test_swapped_steps_are_both_refused(directory):
-    (directory / str(NEWEST)).rename(directory / "held")
-    (directory / str(OLDEST)).rename(directory / str(NEWEST))
-    (directory / "held").rename(directory / str(OLDEST))
-    with pytest.raises(InputError, match=r"no whole checkpoint.*step 55.*step 60"):
-        newest(directory, "full")
 
 
 def test_a_file_that_the_manifest_does_not_list_is_damage(directory):
@@ -157,15 +130,12 @@ def test_what_a_file_system_leaves_is_no_damage(directory, name):
     assert newest(directory, "full")[0].step == NEWEST
 
 
-def old_manifest(path):
-    """The manifest as format 1 had it: without a digest of its own."""
-    facts = json.loads((path / MANIFEST).read_text())
-    del facts["digest"]
-    (path / MANIFEST).write_text(json.dumps(facts | {"format_version": 1}, indent=1))
-
-
 def test_the_first_format_is_still_read(directory):
-    old_manifest(directory / str(NEWEST))
+    """It has no digest of its own."""
+    file = directory / str(NEWEST) / MANIFEST
+    facts = json.loads(file.read_text()) | {"format_version": 1}
+    del facts["digest"]
+    file.write_text(json.dumps(facts, indent=1))
     saved, notes = newest(directory, "full")
     assert (saved.step, notes) == (NEWEST, [])
     (directory / str(NEWEST) / "weights" / "data").write_bytes(b"weights of 61")

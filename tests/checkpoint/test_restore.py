@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from moejax.checkpoint import compatible as resumes
-from moejax.checkpoint import restore
+from moejax.checkpoint import restore, verify
+from moejax.checkpoint.digests import add_up
 from moejax.checkpoint.find import Saved, newest
 from moejax.checkpoint.manifest import (
     MANIFEST,
@@ -29,7 +28,7 @@ from moejax.checkpoint.writer import Checkpoints, arrays_of
 from moejax.config.load import to_dict
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
-from tests.cases import few, one_device_state, small_config, spread, step_for
+from tests.cases import one_device_state, small_config, spread, step_for
 from tests.threads import everywhere
 
 W_IN, W_OUT = (f"params.groups.0.blocks.0.moe.{name}" for name in ("w_in", "w_out"))
@@ -102,29 +101,16 @@ def swap(w):
     w[1, [3, 5]] = w[1, [5, 3]]
 
 
-def copy(w):
-    w[0, 7] = w[0, 4]
-
-
-def lose(w):
-    w[0, 2] = 0
-
-
-NAMES = "groups.0.blocks.0.moe.w_in, groups.0.blocks.0.moe.w_out"
-WRONG = {
-    swap: f"experts 3 and 5 of layer 1 ({NAMES}) are swapped",
-    copy: f"expert 7 of layer 0 ({NAMES}) is a copy of expert 4",
-    lose: f"expert 2 of layer 0 ({NAMES}) is all zeros",
-}
+SWAPPED = "experts 3 and 5 of layer 1 ({}) are swapped"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
-def test_misplaced_experts_are_named_and_the_step_before_is_taken(directory, change):
-    rewrite(directory / "2", change, W_IN, W_OUT)
+def test_misplaced_experts_are_named_and_the_step_before_is_taken(directory):
+    rewrite(directory / "2", swap, W_IN, W_OUT)
     state, notes = resumed(directory)
     assert int(state.step) == 1
-    wrong = f"its numbers are not those that were saved: {WRONG[change]}"
+    names = "groups.0.blocks.0.moe.w_in, groups.0.blocks.0.moe.w_out"
+    wrong = f"its numbers are not those that were saved: {SWAPPED.format(names)}"
     assert notes == [f"checkpoint 2 set aside as 2.corrupt: {wrong}"]
     assert finished_steps(directory) == [1]
 
@@ -138,23 +124,6 @@ def test_changed_moments_and_counters_are_found(directory):
         resumed(directory)
     with pytest.raises(InputError, match="no whole checkpoint"):
         newest(directory, "full")
-
-
-@few(8)
-@given(
-    layer=st.integers(0, 1),
-    expert=st.integers(0, 7),
-    place=st.integers(0, 511),
-    bit=st.integers(0, 31),
-)
-def test_a_bit_flipped_on_its_way_to_disk_is_named(written, layer, expert, place, bit):
-    manifest = read_manifest(written / "2")
-    _, state = case(MESHES[0])
-    weights = np.array(state.params["groups"][0]["blocks"][0]["moe"]["w_in"])
-    words = weights.view(np.uint32)[layer, expert].reshape(-1)
-    words[place % words.size] ^= np.uint32(1) << np.uint32(bit)
-    text = wrong_numbers(manifest, {f"weights/{W_IN}": jax.numpy.asarray(weights)}, ALONE)
-    assert text == f"expert {expert} of layer {layer} ({NAMES.split(',')[0]}) is changed"
 
 
 def test_weights_of_another_run_that_are_not_as_saved_are_refused(directory):
@@ -178,7 +147,7 @@ def test_a_manifest_of_format_2_is_read_and_has_no_numbers_to_compare(directory)
     assert (int(state.step), notes) == (2, [])
 
 
-def test_processes_compare_together_and_say_the_same(written):
+def test_processes_compare_together_and_say_the_same(written, monkeypatch):
     """Each has one half of the parts, as if the other's devices were elsewhere."""
     manifest = read_manifest(written / "2")
     _, state = case(MESHES[1])
@@ -199,8 +168,10 @@ def test_processes_compare_together_and_say_the_same(written):
             half = {k: f | {"parts": f["parts"][index::2]} for k, f in here.items()}
             return self.processes.gather(half)
 
+    sums = add_up(arrays)  # here: programs that two threads start may wait for each other
+    monkeypatch.setattr(verify, "add_up", lambda _: sums)
     one, other = everywhere(2, lambda processes: wrong_numbers(manifest, arrays, Halves(processes)))
-    assert one == other == f"experts 3 and 5 of layer 1 ({NAMES.split(',')[0]}) are swapped"
+    assert one == other == SWAPPED.format("groups.0.blocks.0.moe.w_in")
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def test_a_folder_is_told_from_a_run(folder, tmp_path):
 def test_the_weights_of_a_folder_take_the_place_of_drawn_ones(folder, config, tmp_path):
     source = find_source(config(), "full")
     assert isinstance(source, FolderSource)
-    assert str(source) == str(folder)
+    assert source.path == folder
     with Folder(folder) as opened:
-        cfg = run_config(opened, config().mesh, sequences=8, length=8)
+        cfg = run_config(config_of(opened), config().mesh, (8, 8))
     step = step_for(cfg)
     drawn = step.init()
     state = take_weights(source, drawn, step.abstract)

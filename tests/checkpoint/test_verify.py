@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.checkpoint.digests import ArrayDigests, digest_on_host
+from moejax.checkpoint.digests import ArrayDigests
 from moejax.checkpoint.verify import SHOWN, differences, summary
+from tests.checkpoint.test_digests import digest_on_host
 
 PATH = "groups.1.blocks.{}.moe.{}"
 NAMES = [
@@ -108,11 +108,9 @@ def test_many_differences_are_counted():
     assert summary(texts[:2]) == "; ".join(texts[:2])
 
 
-@pytest.mark.parametrize("other", ["bfloat16", "float32"])
-def test_numbers_in_another_dtype_are_not_compared(other):
-    x = jnp.asarray(state()[NAMES[0]]).astype(other)
-    cast = digests({NAMES[0]: np.asarray(x)})
-    assert differences(SAVED, cast) == []
+def test_numbers_in_another_dtype_are_not_compared():
+    x = jnp.asarray(state()[NAMES[0]]).astype("bfloat16")
+    assert differences(SAVED, digests({NAMES[0]: np.asarray(x)})) == []
 
 
 @settings(max_examples=100)

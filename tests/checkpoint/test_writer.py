@@ -1,5 +1,6 @@
 import functools
 import json
+import re
 import shutil
 import threading
 import time
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.checkpoint import writer as checkpoint
 from moejax.checkpoint.find import locate, newest
 from moejax.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -182,11 +182,12 @@ def test_checking_sizes_alone_sees_what_is_short_and_not_what_is_flipped(directo
     assert newest(directory, "size")[0].step == 1
 
 
-def test_when_all_are_damaged_the_run_does_not_start_again_silently(directory):
+def test_when_all_are_damaged_no_process_starts_again_silently(directory):
     for step in ("1", "2"):
-        flip_a_bit(directory / step)
-    with pytest.raises(InputError, match=r"no whole checkpoint in .*2\.corrupt.*1\.corrupt"):
-        newest(directory, "full")
+        lose_a_file(directory / step)
+    one, other = map(str, everywhere(2, lambda p: newest(directory, "full", p)))
+    assert one == other
+    assert re.match(r"no whole checkpoint in .*2\.corrupt.*1\.corrupt", one)
     # Nor does the next attempt, which finds only what was set aside.
     with pytest.raises(InputError, match="no whole checkpoint"):
         newest(directory, "full")
@@ -228,8 +229,7 @@ def test_a_step_set_aside_does_not_keep_the_run_from_saving_it_again(directory):
 
 
 def test_a_directory_without_checkpoints_is_a_new_run(tmp_path):
-    assert newest(tmp_path / "absent", "full") == (None, [])
-    assert newest(tmp_path, "full") == (None, [])
+    assert newest(tmp_path / "absent", "full") == newest(tmp_path, "full") == (None, [])
 
 
 def test_only_the_newest_are_kept_and_all_of_them_are_whole(tmp_path):
@@ -242,24 +242,7 @@ def test_only_the_newest_are_kept_and_all_of_them_are_whole(tmp_path):
     writer.close()
     assert finished == [10, 20, 100]
     assert sorted(finished_steps(tmp_path)) == [20, 100]
-    for step in ("20", "100"):
-        manifest = read_manifest(tmp_path / step)
-        assert find_damage(tmp_path / step, manifest, "full") is None
-
-
-def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
-    _, state = case()
-
-    def fail(*_):
-        raise OSError("disk is full")
-
-    monkeypatch.setattr(checkpoint, "commit", fail)
-    writer = Checkpoints(tmp_path, keep=2)
-    writer.save(1, state, {})
-    with pytest.raises(OSError, match="disk is full"):
-        writer.wait()
-    writer.close()
-    assert finished_steps(tmp_path) == []
+    assert newest(tmp_path, "full")[0].step == 100
 
 
 def small_state():
@@ -343,11 +326,3 @@ def test_damage_that_one_process_finds_is_refused_by_all(directory, number):
     assert one == other
     assert one[0].step == 1
     assert one[1][0].startswith("checkpoint 2 set aside as 2.corrupt: ")
-
-
-def test_processes_that_see_no_whole_checkpoint_all_stop(directory):
-    for step in ("1", "2"):
-        lose_a_file(directory / step)
-    messages = {str(error) for error in everywhere(2, lambda p: newest(directory, "full", p))}
-    assert len(messages) == 1
-    assert messages.pop().startswith("no whole checkpoint in ")

@@ -12,9 +12,10 @@ from safetensors.numpy import load_file, save_file
 from moejax.comm.weights.adapters import AdaptedWeight, add_adapter, scaled
 from moejax.config.schema import MeshConfig
 from moejax.data.prepare import command as prepare
-from moejax.hf.load import flat, load, plan_load
+from moejax.hf.load import load, plan_load
 from moejax.hf.model import describe_anywhere
 from moejax.hf.reader import Folder
+from moejax.step.state import flat
 from tests.hf.golden import ahead_folder, cases_of, golden_folder
 from tests.hf.lora_runs import write_run
 from tests.hf.test_writer import read_all

@@ -49,6 +49,13 @@ def build(folder: Path, config: dict) -> tuple[torch.nn.Module, dict]:
     shapes = {name: list(x.shape) for name, x in load_file(folder / "model.safetensors").items()}
     (folder / "model.safetensors").unlink()
     write_folder(folder, json.loads((folder / "config.json").read_text()), draw_all(shapes))
+    model = load(folder)
+    assert model.config._attn_implementation == "eager"
+    return model, shapes
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The model of a folder; every tensor of it has a place, and every place a tensor."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         attn_implementation="eager",
@@ -57,8 +64,7 @@ def build(folder: Path, config: dict) -> tuple[torch.nn.Module, dict]:
         output_loading_info=True,
     )
     assert not any(info.values()), info
-    assert model.config._attn_implementation == "eager"
-    return model.eval(), shapes
+    return model.eval()
 
 
 def record_choices(model: torch.nn.Module) -> list:

@@ -1,5 +1,7 @@
 """The configs of the small models of `make_models.py`, odd ones and some that fit a mesh."""
 
+from collections.abc import Sequence
+
 ODD = {"vocab_size": 997, "num_attention_heads": 13, "num_key_value_heads": 1}
 EVEN = {"vocab_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -10,7 +12,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-LATENT = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "hidden_size": 26}
+LATENT = {
+    **ODD,
+    "num_key_value_heads": 13,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "hidden_size": 26,
+    "q_lora_rank": None,
+}
 LATENT_EVEN = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -19,7 +29,11 @@ LATENT_EVEN = {
     "v_head_dim": 8,
     "hidden_size": 24,
     "vocab_size": 96,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
 }
+TIED = {"tie_word_embeddings": True}
+NO_AHEAD = {"num_nextn_predict_layers": 0}
 
 
 def rope(scaling: dict, theta: float = 10_000.0) -> dict:
@@ -27,281 +41,211 @@ def rope(scaling: dict, theta: float = 10_000.0) -> dict:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
+def sizes(layers: int, width: int, head: int | None = None) -> dict:
+    """Layers and widths; a head has the width over the heads, unless it is named."""
+    own = {} if head is None else {"head_dim": head}
+    return {"num_hidden_layers": layers, "hidden_size": width, **own}
+
+
+def experts(count: str, number: int, chosen: int, hidden: int | Sequence[int]) -> dict:
+    """Experts.
+
+    Args:
+      count: the key of their number.
+      hidden: their hidden width; or that of dense blocks and of experts.
+    """
+    found = {count: number, "num_experts_per_tok": chosen}
+    if isinstance(hidden, int):
+        return {**found, "intermediate_size": hidden}
+    return {**found, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
+
+
+def groups(number: int, chosen: int) -> dict:
+    """Groups of experts."""
+    return {"n_group": number, "topk_group": chosen}
+
+
 CASES: dict[str, dict[str, dict]] = {
     "mixtral": {
         "window, top 1": {
             **ODD,
-            "hidden_size": 20,
-            "head_dim": 6,
-            "intermediate_size": 10,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 1,
+            **sizes(2, 20, head=6),
+            **experts("num_local_experts", 5, 1, 10),
             "sliding_window": 9,
-            "num_hidden_layers": 2,
         },
         "even, llama3 positions": {
             **EVEN,
-            "hidden_size": 24,
-            "head_dim": 6,
-            "intermediate_size": 8,
-            "num_local_experts": 24,
-            "num_experts_per_tok": 6,
-            "num_hidden_layers": 2,
-            "tie_word_embeddings": True,
+            **TIED,
+            **sizes(2, 24, head=6),
+            **experts("num_local_experts", 24, 6, 8),
             **rope(LLAMA3, 1e6),
         },
     },
     "olmoe": {
-        "top 3": {
-            **ODD,
-            "hidden_size": 52,
-            "intermediate_size": 10,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "num_hidden_layers": 2,
-        },
+        "top 3": {**ODD, **sizes(2, 52), **experts("num_experts", 5, 3, 10)},
         "even, linear positions, biases": {
             **EVEN,
-            "hidden_size": 48,
-            "intermediate_size": 8,
-            "num_experts": 24,
-            "num_experts_per_tok": 6,
-            "num_hidden_layers": 2,
+            **TIED,
+            **sizes(2, 48),
+            **experts("num_experts", 24, 6, 8),
             "norm_topk_prob": True,
             "attention_bias": True,
-            "tie_word_embeddings": True,
             **rope({"rope_type": "linear", "factor": 3.0}),
         },
     },
     "qwen2_moe": {
         "first block dense, top 3": {
             **ODD,
-            "num_attention_heads": 13,
-            "hidden_size": 52,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
+            **sizes(3, 52),
+            **experts("num_experts", 5, 3, (14, 10)),
             "shared_expert_intermediate_size": 20,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
             "mlp_only_layers": [0],
-            "num_hidden_layers": 3,
         },
         "even, windows by turns": {
             **EVEN,
-            "hidden_size": 48,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
+            **TIED,
+            **sizes(4, 48),
+            **experts("num_experts", 24, 6, (16, 8)),
             "shared_expert_intermediate_size": 8,
-            "num_experts": 24,
-            "num_experts_per_tok": 6,
             "norm_topk_prob": True,
             "use_sliding_window": True,
             "sliding_window": 9,
             "max_window_layers": 4,
-            "num_hidden_layers": 4,
-            "tie_word_embeddings": True,
         },
         "blocks of no period, odd shared expert": {
             **ODD,
-            "hidden_size": 52,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
+            **sizes(6, 52),
+            **experts("num_experts", 5, 2, (14, 10)),
             "shared_expert_intermediate_size": 13,
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
             "norm_topk_prob": True,
             "decoder_sparse_step": 2,
             "mlp_only_layers": [5],
             "use_sliding_window": True,
             "sliding_window": 9,
             "layer_types": ["full_attention", *["sliding_attention"] * 4, "full_attention"],
-            "num_hidden_layers": 6,
         },
     },
     "qwen3_moe": {
         "every second block dense, yarn": {
             **ODD,
-            "hidden_size": 20,
-            "head_dim": 6,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
+            **sizes(4, 20, head=6),
+            **experts("num_experts", 5, 3, (14, 10)),
             "norm_topk_prob": True,
             "decoder_sparse_step": 2,
-            "num_hidden_layers": 4,
             **rope(YARN, 1e6),
         },
         "even, window, tied": {
             **EVEN,
-            "hidden_size": 24,
-            "head_dim": 6,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "num_experts": 24,
-            "num_experts_per_tok": 6,
+            **TIED,
+            **sizes(2, 24, head=6),
+            **experts("num_experts", 24, 6, (16, 8)),
             "use_sliding_window": True,
             "sliding_window": 9,
-            "num_hidden_layers": 2,
-            "tie_word_embeddings": True,
         },
     },
     "deepseek_v2": {
         "greedy, direct queries": {
-            **ODD,
             **LATENT,
-            "num_key_value_heads": 13,
-            "q_lora_rank": None,
             "kv_lora_rank": 6,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "n_routed_experts": 5,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
             "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
             "first_k_dense_replace": 1,
             "num_hidden_layers": 3,
         },
         "even, groups, yarn": {
             **LATENT_EVEN,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 8,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "n_routed_experts": 24,
+            **TIED,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
             "n_shared_experts": 1,
-            "num_experts_per_tok": 6,
             "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
+            **groups(4, 2),
             "routed_scaling_factor": 4.0,
             "first_k_dense_replace": 0,
             "num_hidden_layers": 2,
-            "tie_word_embeddings": True,
             **rope({**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}),
         },
     },
     "deepseek_v3": {
         "one group, direct queries, another epsilon": {
-            **ODD,
             **LATENT,
-            "num_key_value_heads": 13,
-            "q_lora_rank": None,
+            **NO_AHEAD,
             "kv_lora_rank": 7,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "n_routed_experts": 5,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
             "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "n_group": 1,
-            "topk_group": 1,
+            **groups(1, 1),
             "first_k_dense_replace": 1,
             "num_hidden_layers": 3,
-            "num_nextn_predict_layers": 0,
             "rms_norm_eps": 1e-3,
         },
         "even, groups, yarn": {
             **LATENT_EVEN,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 8,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "n_routed_experts": 24,
+            **NO_AHEAD,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
             "n_shared_experts": 1,
-            "num_experts_per_tok": 6,
-            "n_group": 4,
-            "topk_group": 2,
+            **groups(4, 2),
             "first_k_dense_replace": 1,
             "num_hidden_layers": 2,
-            "num_nextn_predict_layers": 0,
             **rope({**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}),
         },
     },
     "gpt_oss": {
         "top 3": {
             **ODD,
-            "hidden_size": 20,
-            "head_dim": 6,
-            "intermediate_size": 10,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 3,
+            **sizes(2, 20, head=6),
+            **experts("num_local_experts", 5, 3, 10),
             "sliding_window": 9,
-            "num_hidden_layers": 2,
             **rope({**YARN, "factor": 8.0, "truncate": False}, 150_000.0),
         },
         "even": {
             **EVEN,
-            "hidden_size": 24,
-            "head_dim": 6,
-            "intermediate_size": 8,
-            "num_local_experts": 24,
-            "num_experts_per_tok": 6,
+            **TIED,
+            **sizes(4, 24, head=6),
+            **experts("num_local_experts", 24, 6, 8),
             "sliding_window": 7,
-            "num_hidden_layers": 4,
             "swiglu_limit": 0.5,
-            "tie_word_embeddings": True,
             **rope({"rope_type": "default"}, 150_000.0),
         },
     },
     "glm4_moe": {
         "norm of heads, biases": {
             **ODD,
-            "hidden_size": 20,
-            "head_dim": 12,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "n_routed_experts": 5,
+            **NO_AHEAD,
+            **sizes(3, 20, head=12),
+            **experts("n_routed_experts", 5, 3, (14, 10)),
             "n_shared_experts": 1,
-            "num_experts_per_tok": 3,
-            "n_group": 1,
-            "topk_group": 1,
+            **groups(1, 1),
             "use_qk_norm": True,
             "attention_bias": True,
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.5,
-            "num_hidden_layers": 3,
-            "num_nextn_predict_layers": 0,
             "rope_theta": 1e6,
             "partial_rotary_factor": 0.5,
         },
         "even": {
             **EVEN,
-            "hidden_size": 24,
-            "head_dim": 8,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "n_routed_experts": 24,
+            **TIED,
+            **NO_AHEAD,
+            **sizes(2, 24, head=8),
+            **experts("n_routed_experts", 24, 6, (16, 8)),
             "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "n_group": 4,
-            "topk_group": 2,
+            **groups(4, 2),
             "first_k_dense_replace": 0,
-            "num_hidden_layers": 2,
-            "num_nextn_predict_layers": 0,
-            "tie_word_embeddings": True,
             "partial_rotary_factor": 0.5,
         },
     },
     "minimax_m2": {
         "top 1": {
             **ODD,
-            "hidden_size": 20,
-            "head_dim": 6,
+            **sizes(2, 20, head=6),
+            **experts("num_local_experts", 5, 1, 10),
             "rotary_dim": 4,
-            "intermediate_size": 10,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 1,
-            "num_hidden_layers": 2,
         },
         "even": {
             **EVEN,
-            "hidden_size": 24,
-            "head_dim": 8,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **experts("num_local_experts", 24, 6, 8),
             "rotary_dim": 4,
-            "intermediate_size": 8,
-            "num_local_experts": 24,
-            "num_experts_per_tok": 6,
-            "num_hidden_layers": 2,
-            "tie_word_embeddings": True,
         },
     },
 }

@@ -12,18 +12,17 @@ import jax
 import numpy as np
 
 from moejax.config.schema import MeshConfig
-from tests.hf.golden import all_cases, cases_of, loaded
-from tests.hf.test_parity import MESH, ONE_DEVICE, error_of_logits, error_of_loss
+from tests.hf.golden import ONE_DEVICE, all_cases, cases_of
+from tests.hf.test_parity import MESH, error_of_logits, error_of_loss, model_of
 
 
 def errors_of(family: str, name: str, mesh: MeshConfig) -> np.ndarray:
     """Errors of logits, loss and gradients of one case."""
     case = cases_of(family)[name]
-    token_BT = np.array(case["tokens"], np.int32)
     with tempfile.TemporaryDirectory() as place:
-        train_step, state = loaded(Path(place), case, mesh)
-        logits = error_of_logits(train_step, state, case, token_BT)
-        return np.array((logits, *error_of_loss(train_step, state, case, token_BT)))
+        model, token_BT = model_of(Path(place), family, case, mesh)
+        logits = error_of_logits(model, case, token_BT)
+        return np.array((logits, *error_of_loss(model, case, token_BT)))
 
 
 def main() -> None:

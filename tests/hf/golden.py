@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from moejax.config.schema import Config, DataConfig, MeshConfig, RouterConfig, TrainConfig
 from moejax.hf.config import config_of
-from moejax.hf.load import load, plan_load
+from moejax.hf.load import LoadPlan, load, plan_load
 from moejax.hf.reader import Folder
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
@@ -19,6 +20,7 @@ from tests.cases import CERTAIN, step_for
 from tests.hf.random_models import draw_all, write_folder
 
 MODELS = Path(__file__).parents[1] / "golden" / "models"
+ONE_DEVICE = MeshConfig()
 FAMILIES = sorted(path.stem for path in MODELS.glob("*.json"))
 
 
@@ -69,17 +71,19 @@ def ahead_folder(place: Path) -> Path:
     return write_folder(place, config, tensors, files=2)
 
 
-def run_config(folder: Folder, mesh: MeshConfig, *, sequences: int, length: int) -> Config:
-    """The config of a run of a folder's model, without router losses."""
-    cfg = config_of(folder)
+def run_config(cfg: Config, mesh: MeshConfig, tokens: tuple[int, int]) -> Config:
+    """The config of a run of a model, without router losses.
+
+    Args:
+      tokens: sequences of a batch, and their length.
+    """
     router: RouterConfig = replace(cfg.moe.router, balance_loss=0.0)
-    moe = replace(cfg.moe, router=router, **(CERTAIN if mesh.expert > 1 else {}))
     return replace(
         cfg,
-        moe=moe,
+        moe=replace(cfg.moe, router=router, **(CERTAIN if mesh.expert > 1 else {})),
         mesh=mesh,
-        data=DataConfig(sequence_length=length),
-        train=TrainConfig(batch_sequences=sequences),
+        data=DataConfig(sequence_length=tokens[1]),
+        train=TrainConfig(batch_sequences=tokens[0]),
     )
 
 
@@ -89,16 +93,36 @@ def loaded(place: Path, case: dict, mesh: MeshConfig) -> tuple[TrainStep, TrainS
     return load_model(golden_folder(place, case), mesh, (len(tokens), len(tokens[0])))
 
 
+class Imported(NamedTuple):
+    """A folder's weights on a mesh."""
+
+    train_step: TrainStep
+    plan: LoadPlan
+    params: Any
+    router_bias: Any
+
+
+def import_weights(
+    path: Path,
+    mesh: MeshConfig = ONE_DEVICE,
+    tokens: tuple[int, int] = (8, 8),
+    *,
+    predict_ahead: int = 0,
+) -> Imported:
+    """Fills a train step's weights from a folder."""
+    with Folder(path) as folder:
+        cfg = run_config(config_of(folder), mesh, tokens)
+        train_step = step_for(replace(cfg, model=replace(cfg.model, predict_ahead=predict_ahead)))
+        shapes = train_step.abstract.params, train_step.abstract.router_bias
+        plan = plan_load(folder, train_step.model, *shapes)
+        return Imported(train_step, plan, *(load(plan, folder, tree) for tree in shapes))
+
+
 def load_model(
     path: Path, mesh: MeshConfig, tokens: tuple[int, int]
 ) -> tuple[TrainStep, TrainState]:
     """A train step of a folder's model, and a state with its weights; the rest is zero."""
-    with Folder(path) as folder:
-        cfg = run_config(folder, mesh, sequences=tokens[0], length=tokens[1])
-        train_step = step_for(cfg)
-        abstract = train_step.abstract
-        plan = plan_load(folder, train_step.model, abstract.params, abstract.router_bias)
-        params = load(plan, folder, abstract.params)
-        router_bias = load(plan, folder, abstract.router_bias)
+    train_step, _, params, router_bias = import_weights(path, mesh, tokens)
+    abstract = train_step.abstract
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
     return train_step, state._replace(params=params, router_bias=router_bias)

@@ -10,9 +10,9 @@ from moejax.checkpoint.source import base_of, find_source, read_weights
 from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import to_dict
 from moejax.config.schema import CheckpointConfig, LoraConfig, MeshConfig
-from moejax.hf.load import flat
+from moejax.hf.config import config_of
 from moejax.hf.reader import Folder
-from moejax.step.state import TrainState
+from moejax.step.state import TrainState, flat
 from moejax.step.train_step import TrainStep
 from tests.cases import step_for
 from tests.hf.golden import run_config
@@ -38,7 +38,7 @@ def write_run(
       train_files: token files; none: the built-in text.
     """
     with Folder(base) as folder:
-        cfg = run_config(folder, mesh, sequences=tokens[0], length=tokens[1])
+        cfg = run_config(config_of(folder), mesh, tokens)
     cfg = dataclasses.replace(
         cfg,
         data=dataclasses.replace(

@@ -1,6 +1,6 @@
 """The layer for multi-token prediction in files: left out by rule, or taken and given back."""
 
-from dataclasses import replace
+import json
 
 import numpy as np
 import pytest
@@ -9,17 +9,13 @@ from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.hf.config import config_of
 from moejax.hf.families import family_of
-from moejax.hf.load import flat, load, plan_load
 from moejax.hf.reader import Folder
-from tests.cases import step_for
-from tests.hf.golden import ahead_folder, cases_of, run_config
-from tests.hf.random_models import draw_all, write_folder
+from moejax.step.state import flat
+from tests.hf.golden import ahead_folder, cases_of, golden_folder, import_weights
 from tests.hf.test_writer import assert_same_tensors, export_arrays, read_all
 
-
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole models are traced, whose layers have tests."""
+# Whole models are traced, whose layers have tests.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
 @pytest.fixture
@@ -28,17 +24,8 @@ def folder(tmp_path):
     return ahead_folder(tmp_path / "in")
 
 
-def plan_with(opened, ahead, mesh=None):
-    cfg = run_config(opened, mesh or MeshConfig(), sequences=8, length=8)
-    step = step_for(replace(cfg, model=replace(cfg.model, predict_ahead=ahead)))
-    shapes = (step.abstract.params, step.abstract.router_bias)
-    return step, plan_load(opened, step.model, *shapes)
-
-
 def test_the_layer_is_left_out_by_rule(folder):
-    with Folder(folder) as opened:
-        _, plan = plan_with(opened, 0)
-    ((reason, names),) = plan.left_out.items()
+    ((reason, names),) = import_weights(folder).plan.left_out.items()
     assert "model.predict_ahead" in reason
     assert {name.split(".")[2] for name in names} == {"2"}
     assert "model.layers.2.eh_proj.weight" in names
@@ -46,13 +33,11 @@ def test_the_layer_is_left_out_by_rule(folder):
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, expert=2, tensor=2)])
 def test_the_layer_is_taken_and_given_back(folder, tmp_path, mesh):
-    with Folder(folder) as opened:
-        step, plan = plan_with(opened, 1, mesh)
-        arrays = flat(load(plan, opened, step.abstract.params))
-        arrays |= flat(load(plan, opened, step.abstract.router_bias))
-        table = family_of(opened.config)
-        config = table.write(step.cfg, opened.config)
-    assert config["num_nextn_predict_layers"] == 1
+    step, plan, params, router_bias = import_weights(folder, mesh, predict_ahead=1)
+    arrays = flat(params) | flat(router_bias)
+    given = json.loads((folder / "config.json").read_text())
+    table = family_of(given)
+    assert table.write(step.cfg, given)["num_nextn_predict_layers"] == 1
     assert list(plan.left_out) == ["copies of the embedding and the head"]
     join = read_all(folder)["model.layers.2.eh_proj.weight"]
     held = np.asarray(arrays["predict_ahead.w_join"])
@@ -62,13 +47,9 @@ def test_the_layer_is_taken_and_given_back(folder, tmp_path, mesh):
 
 
 def test_a_model_without_the_layer_cannot_predict_ahead(tmp_path):
-    case = cases_of("deepseek_v3")["even, groups, yarn"]
-    folder = write_folder(tmp_path, case["config"], draw_all(case["tensors"]))
-    with (
-        Folder(folder) as opened,
-        pytest.raises(InputError, match=r"`model\.predict_ahead` is 1, .*model\.layers\.2\."),
-    ):
-        plan_with(opened, 1)
+    folder = golden_folder(tmp_path, cases_of("deepseek_v3")["even, groups, yarn"])
+    with pytest.raises(InputError, match=r"`model\.predict_ahead` is 1, .*model\.layers\.2\."):
+        import_weights(folder, predict_ahead=1)
 
 
 def test_whether_to_predict_ahead_is_no_matter_of_the_folder(folder):

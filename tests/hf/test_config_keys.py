@@ -7,12 +7,17 @@ import pytest
 
 from moejax.errors import InputError
 from moejax.hf.families import family_named, family_of
-from moejax.hf.families.family import STORAGE, flat_settings, from_settings, stated
-from moejax.hf.families.parts import Unused
+from moejax.hf.families.family import (
+    ANYWHERE,
+    STORAGE,
+    flat_settings,
+    from_settings,
+    stated,
+)
 from moejax.model.rope import frequencies, score_factor
 from tests.hf.config_keys import GOLDEN, of_positions, released, without
 from tests.hf.golden import cases_of
-from tests.hf.test_families import KNOWN, PUBLISHED, read
+from tests.hf.test_families import PUBLISHED, read
 
 DEFAULTS = json.loads(GOLDEN.read_text())["cases"]
 
@@ -39,8 +44,8 @@ def test_missing_keys_and_nulls_mean_what_transformers_takes_them_for(name):
     family, golden = name.split(": ", 1)
     config = released(cases_of(family)[golden]["config"])
     table = family_named(family)
-    free = {key for part in table.all_parts if isinstance(part, Unused) for key in part.keys}
-    free |= {*STORAGE, *(("head_dim", "qk_head_dim") if "deepseek" in family else ())}  # follow
+    free = {*table.unused, *ANYWHERE, *STORAGE}
+    free |= {"head_dim", "qk_head_dim"} if "deepseek" in family else set()  # follow
     compared = 0
     for change, file in without(config).items():
         theirs, key = case["changes"][change], change.split()[-1].split(".")[-1]
@@ -64,13 +69,9 @@ def test_missing_keys_and_nulls_mean_what_transformers_takes_them_for(name):
 
 
 def test_missing_keys_of_the_reported_file_are_those_of_deepseek_v3():
-    config = dict(PUBLISHED["DeepSeek-V3"])
-    for key in ("n_group", "topk_group", "routed_scaling_factor"):
-        del config[key]
-    settings = read(config)
-    assert settings["moe.router.weight_scale"] == 2.5
-    assert settings["moe.router.num_groups"] == 8
-    assert settings["moe.router.groups_per_token"] == 4
+    gone = ("n_group", "topk_group", "routed_scaling_factor")
+    config = {key: x for key, x in PUBLISHED["DeepSeek-V3"].items() if key not in gone}
+    assert read(config) == read(PUBLISHED["DeepSeek-V3"])
 
 
 def test_keys_that_state_what_the_family_computes_pass():
@@ -81,7 +82,7 @@ def test_keys_that_state_what_the_family_computes_pass():
     assert read({**config, **stating}) == read(config)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_every_family_takes_its_own_constants_and_lists_the_others_together(name):
     config = PUBLISHED[name]
     known = {key for part in family_of(config).all_parts for key in part.keys}

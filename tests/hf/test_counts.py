@@ -33,14 +33,12 @@ from moejax.hf.model import describe_anywhere
 from moejax.model.count import Counts, count
 from moejax.step.model import parameter_sizes
 
+# Whole models are traced, whose layers have tests.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 TESTS = Path(__file__).parents[1]
 PUBLISHED = json.loads((TESTS / "hf" / "published.json").read_text())
 GOLDEN = json.loads((TESTS / "golden" / "published_counts.json").read_text())["counts"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole models are described, whose layers have tests."""
 
 
 @cache

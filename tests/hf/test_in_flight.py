@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from moejax.hf import in_flight
 from moejax.hf.in_flight import map_in_flight
 
 
@@ -11,17 +12,17 @@ class Meter:
     """Counts the bytes of jobs that have begun and whose results were not yet used up."""
 
     def __init__(self):
-        self.lock, self.held, self.peak, self.most_jobs, self.jobs = threading.Lock(), 0, 0, 0, 0
+        self.lock, self.held, self.peak = threading.Lock(), 0, 0
 
     def begin(self, size):
         with self.lock:
-            self.held, self.jobs = self.held + size, self.jobs + 1
-            self.peak, self.most_jobs = max(self.peak, self.held), max(self.most_jobs, self.jobs)
+            self.held += size
+            self.peak = max(self.peak, self.held)
         return size
 
     def end(self, size):
         with self.lock:
-            self.held, self.jobs = self.held - size, self.jobs - 1
+            self.held -= size
 
 
 @pytest.mark.parametrize(
@@ -35,9 +36,10 @@ class Meter:
         ([], 10, 0),
     ],
 )
-def test_bytes_in_flight_are_bounded(sizes, limit, peak):
+def test_bytes_in_flight_are_bounded(monkeypatch, sizes, limit, peak):
+    monkeypatch.setattr(in_flight, "LIMIT_BYTES", limit)
     meter, found = Meter(), []
-    for size in map_in_flight(meter.begin, sizes, lambda size: size, limit=limit):
+    for size in map_in_flight(meter.begin, sizes, lambda size: size):
         found.append(size)
         meter.end(size)
     assert found == sizes
@@ -47,11 +49,12 @@ def test_bytes_in_flight_are_bounded(sizes, limit, peak):
 
 def test_jobs_run_beside_each_other():
     barrier = threading.Barrier(4, timeout=10)
-    done = map_in_flight(lambda _: barrier.wait(), range(4), lambda _: 1, limit=4, threads=4)
+    done = map_in_flight(lambda _: barrier.wait(), range(4), lambda _: 1)
     assert sorted(done) == [0, 1, 2, 3]
 
 
-def test_an_error_ends_the_work():
+def test_an_error_ends_the_work(monkeypatch):
+    monkeypatch.setattr(in_flight, "LIMIT_BYTES", 10)
     begun = []
 
     def work(job):
@@ -60,7 +63,7 @@ def test_an_error_ends_the_work():
             raise OSError("no")
         return job
 
-    results = map_in_flight(work, range(1000), lambda _: 1, limit=10, threads=2)
+    results = map_in_flight(work, range(1000), lambda _: 1)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="no"):
         next(results)

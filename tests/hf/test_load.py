@@ -10,34 +10,27 @@ import pytest
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.hf.config import check_same_model, config_of
-from moejax.hf.load import load, plan_load
+from moejax.hf.load import plan_load
 from moejax.hf.model import describe_anywhere
 from moejax.hf.reader import Folder
-from tests.cases import step_for
-from tests.hf.golden import cases_of, golden_folder, run_config
+from tests.hf.golden import ONE_DEVICE, cases_of, import_weights
 from tests.hf.random_models import draw_all, write_folder
 
-CASE = ("mixtral", "even, llama3 positions")
+# Whole models are traced, whose layers have tests.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
+CASE = cases_of("mixtral")["even, llama3 positions"]
+MESHES = [
+    MeshConfig(expert=2, tensor=2, replica=2),
+    MeshConfig(fsdp=2, expert=2, tensor=2, expert_weights="folded"),
+    MeshConfig(fsdp=4, tensor=2, expert_weights="whole"),
+]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole models are traced, whose layers have tests."""
-
-
-def weights(place, case, mesh=None, tensors=None):
-    """The arrays of a folder on a mesh."""
-    folder = (
-        golden_folder(place, case)
-        if tensors is None
-        else write_folder(place, case["config"], tensors, files=3)
-    )
-    with Folder(folder) as opened:
-        cfg = run_config(opened, mesh or MeshConfig(), sequences=8, length=8)
-        step = step_for(cfg)
-        abstract = step.abstract
-        plan = plan_load(opened, step.model, abstract.params, abstract.router_bias)
-        return load(plan, opened, abstract.params), load(plan, opened, abstract.router_bias)
+def weights(place, case, mesh=ONE_DEVICE, tensors=None):
+    """The parameters and selection biases of a folder on a mesh."""
+    tensors = draw_all(case["tensors"]) if tensors is None else tensors
+    return import_weights(write_folder(place, case["config"], tensors, files=3), mesh)[2:]
 
 
 def host(tree):
@@ -52,15 +45,12 @@ def assert_same(got, wanted):
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory):
-    family, name = CASE
-    return host(weights(tmp_path_factory.mktemp("one"), cases_of(family)[name]))
+    return host(weights(tmp_path_factory.mktemp("one"), CASE))
 
 
 def test_numbers_are_at_their_places(wanted):
-    family, name = CASE
     params, bias = wanted
-    shapes = cases_of(family)[name]["tensors"]
-    tensors = draw_all(shapes)
+    tensors = draw_all(CASE["tensors"])
     block = params["groups"][0]["blocks"][0]
     expert = "model.layers.1.block_sparse_moe.experts.13."
     np.testing.assert_array_equal(
@@ -77,17 +67,9 @@ def test_numbers_are_at_their_places(wanted):
     assert not any(np.any(x) for x in jax.tree.leaves(bias))
 
 
-MESHES = [
-    MeshConfig(expert=2, tensor=2, replica=2),
-    MeshConfig(fsdp=2, expert=2, tensor=2, expert_weights="folded"),
-    MeshConfig(fsdp=4, tensor=2, expert_weights="whole"),
-]
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_any_mesh_holds_the_same(tmp_path, wanted, mesh):
-    family, name = CASE
-    assert_same(weights(tmp_path, cases_of(family)[name], mesh), wanted)
+    assert_same(weights(tmp_path, CASE, mesh), wanted)
 
 
 def fused(tensors):
@@ -105,18 +87,14 @@ def fused(tensors):
 
 
 def test_fused_experts_are_read_too(tmp_path, wanted):
-    family, name = CASE
-    case = cases_of(family)[name]
-    tensors = fused(draw_all(case["tensors"]))
-    assert_same(weights(tmp_path, case, MESHES[0], tensors), wanted)
+    tensors = fused(draw_all(CASE["tensors"]))
+    assert_same(weights(tmp_path, CASE, MESHES[0], tensors), wanted)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_weights_are_widened_exactly(tmp_path, wanted, dtype):
-    family, name = CASE
-    case = cases_of(family)[name]
-    tensors = {k: v.astype(dtype) for k, v in draw_all(case["tensors"]).items()}
-    params, _ = host(weights(tmp_path, case, None, tensors))
+    tensors = {k: v.astype(dtype) for k, v in draw_all(CASE["tensors"]).items()}
+    params, _ = host(weights(tmp_path, CASE, ONE_DEVICE, tensors))
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(wanted[0]), strict=True):
         np.testing.assert_array_equal(got, want.astype(dtype).astype(np.float32))
 
@@ -135,15 +113,12 @@ def quantised(tensors, names):
 
 
 def test_8_bit_weights_are_dequantised_on_a_mesh(tmp_path, wanted):
-    family, name = CASE
-    case = cases_of(family)[name]
     names = ("q_proj.weight", "w1.weight", "w2.weight", "w3.weight")
     block = {"quant_method": "fp8", "weight_block_size": [5, 7]}
-    changed = {**case, "config": {**case["config"], "quantization_config": block}}
-    tensors = quantised(draw_all(case["tensors"]), names)
+    changed = {**CASE, "config": {**CASE["config"], "quantization_config": block}}
+    tensors = quantised(draw_all(CASE["tensors"]), names)
     params, _ = host(weights(tmp_path, changed, MESHES[1], tensors))
-    got = params["groups"][0]["blocks"][0]["moe"]["w_out"]
-    want = wanted[0]["groups"][0]["blocks"][0]["moe"]["w_out"]
+    got, want = (tree["groups"][0]["blocks"][0]["moe"]["w_out"] for tree in (params, wanted[0]))
     eighths = (8 * want).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / 8
     np.testing.assert_array_equal(got, eighths)
 
@@ -158,13 +133,11 @@ def refuse(folder, *fragments):
 
 @pytest.fixture
 def tensors():
-    family, name = CASE
-    return draw_all(cases_of(family)[name]["tensors"])
+    return draw_all(CASE["tensors"])
 
 
 def folder_of(place, tensors, **config):
-    family, name = CASE
-    return write_folder(place, {**cases_of(family)[name]["config"], **config}, tensors)
+    return write_folder(place, {**CASE["config"], **config}, tensors)
 
 
 GATE = "model.layers.1.block_sparse_moe.experts.13.w1.weight"

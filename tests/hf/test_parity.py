@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 from moejax.config.schema import MeshConfig
-from moejax.hf.families import family_of
-from moejax.hf.load import flat, parameters_of, without_rule
-from moejax.hf.rules import tensors_of
 from moejax.moe import router
-from moejax.step.state import Batch
-from tests.cases import place
-from tests.hf.golden import all_cases, cases_of, loaded
+from tests.hf.golden import ONE_DEVICE, all_cases, cases_of, loaded
 from tests.hf.random_models import draw
+from tests.parity import ours
 
-pytestmark = pytest.mark.slow  # together
+# Slow together; whole steps are traced, whose layers have tests.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked_annotations")]
 
 # Of cases that one device and a mesh compute, the mesh's alone runs in `make test`.
 ODD = [case for case in all_cases() if "even" not in case.values[1]]
@@ -25,12 +22,8 @@ EVEN = [case for case in all_cases("even", always=()) if "even" in case.values[1
 ON_MESHES = all_cases("even", always=("qwen2_moe", "deepseek_v3", "gpt_oss"))
 # Bounds of errors, over the largest logit, the loss, and a gradient's norm.
 LOGITS, LOSS, GRADIENTS = 1e-5, 1e-6, 1e-4
-ONE_DEVICE, MESH = MeshConfig(), MeshConfig(expert=2, tensor=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole steps are traced, whose layers have tests."""
+PROMPT = 8  # tokens
+MESH = MeshConfig(expert=2, tensor=2)
 
 
 @pytest.fixture
@@ -47,16 +40,11 @@ def choices(monkeypatch):
     return seen
 
 
-def logits_at(train_step, state, token_BT, length):
-    tokens = jax.device_put(token_BT, train_step.batch_sharding)
-    return np.asarray(train_step.next_logits(state, (tokens, length)))
-
-
-def error_of_logits(train_step, state, case, token_BT):
+def error_of_logits(model, case, token_BT):
     """The largest error of logits and of their log-sum-exp, over the largest logit."""
     worst = 0.0
     for index, position in enumerate(case["positions"]):
-        logits_BV = logits_at(train_step, state, token_BT, position + 1).astype(np.float64)
+        logits_BV = ours.logits_at(model, token_BT, position + 1).astype(np.float64)
         wanted = np.array(case["logits"])[:, index]
         top = logits_BV.max(axis=-1)
         logsum = top + np.log(np.exp(logits_BV - top[:, None]).sum(axis=-1))
@@ -68,60 +56,43 @@ def error_of_logits(train_step, state, case, token_BT):
     return worst / case["largest"]
 
 
-def check_greedy(train_step, state, case, token_BT):
-    prompt = 8
-    tokens = np.zeros_like(token_BT)
-    tokens[:, :prompt] = token_BT[:1, :prompt]
-    for length in range(prompt, token_BT.shape[1]):
-        logits_BV = logits_at(train_step, state, tokens, length)
-        tokens[:, length] = logits_BV[0].argmax()
-    assert tokens[0, prompt:].tolist() == case["greedy"]
-
-
-def error_of_gradients(train_step, gradients, case):
+def error_of_gradients(gradients, case):
     """The largest error of a norm, or of a projection, over the norm."""
-    family = family_of(case["config"])
-    shapes = train_step.abstract
-    parameters = parameters_of(train_step.model, shapes.params, shapes.router_bias)
-    biases = {path for path in parameters if path.endswith(".moe.bias")}
-    zeros = without_rule(family, parameters) | biases
-    held = {path: p for path, p in parameters.items() if path not in zeros}
-    tensors = tensors_of((*family.rules, *family.experts[0]), held, train_step.cfg.model)
-    arrays = flat(gradients)
     # A router whose one weight is normalised has no gradient but rounding errors.
     rounding = np.finfo(np.float32).eps * max(norm for norm, _ in case["gradients"].values())
-    assert {tensor.name for tensor in tensors} == set(case["gradients"])
+    assert set(gradients) == set(case["gradients"])
     worst = 0.0
-    for tensor in tensors:
-        values = np.asarray(arrays[tensor.path])[tensor.index]
-        gradient = tensor.view.to_tensor(values).astype(np.float64)
-        norm, projection = case["gradients"][tensor.name]
-        direction = draw(f"direction of {tensor.name}", gradient.shape).astype(np.float64)
+    for name, values in gradients.items():
+        gradient = values.astype(np.float64)
+        norm, projection = case["gradients"][name]
+        direction = draw(f"direction of {name}", gradient.shape).astype(np.float64)
         found = np.sum(gradient * direction) / np.sqrt(np.sum(direction**2))
         errors = (abs(np.linalg.norm(gradient) - norm), abs(found - projection))
         worst = np.max((worst, *(error / (norm + rounding / GRADIENTS) for error in errors)))
     return worst
 
 
-def error_of_loss(train_step, state, case, token_BT):
+def error_of_loss(model, case, token_BT):
     """The relative error of the loss, and the error of its gradients; load must be equal."""
-    target_BT = np.concatenate([token_BT[:, 1:], np.full_like(token_BT[:, :1], -1)], axis=1)
-    batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
-    gradients, parts = train_step.gradients(state, place(train_step, batch))
+    parts, gradients = ours.parts_and_gradients(model, token_BT)
+    experts = model.train_step.cfg.moe.num_experts
     load_LE = [
-        np.bincount(
-            np.array(" ".join(layer).split(), int), minlength=train_step.cfg.moe.num_experts
-        )
+        np.bincount(np.array(" ".join(layer).split(), int), minlength=experts)
         for layer in case["choices"]
     ]
     np.testing.assert_array_equal(np.asarray(parts.load_LE), load_LE)
     error = abs(float(parts.nll) - case["loss"]) / case["loss"]
-    return error, error_of_gradients(train_step, gradients, case)
+    return error, error_of_gradients(gradients, case)
 
 
-def check(train_step, state, case, token_BT):
-    assert error_of_logits(train_step, state, case, token_BT) <= LOGITS
-    loss, gradients = error_of_loss(train_step, state, case, token_BT)
+def model_of(place, family, case, mesh):
+    """A golden model on a mesh, and its tokens."""
+    return ours.Ours(family, *loaded(place, case, mesh)), np.array(case["tokens"], np.int32)
+
+
+def check(model, case, token_BT):
+    assert error_of_logits(model, case, token_BT) <= LOGITS
+    loss, gradients = error_of_loss(model, case, token_BT)
     assert loss <= LOSS
     assert gradients <= GRADIENTS
 
@@ -129,18 +100,17 @@ def check(train_step, state, case, token_BT):
 @pytest.mark.parametrize(("family", "name"), ODD + EVEN)
 def test_one_device_computes_what_transformers_computes(tmp_path, choices, family, name):
     case = cases_of(family)[name]
-    train_step, state = loaded(tmp_path, case, ONE_DEVICE)
-    token_BT = np.array(case["tokens"], np.int32)
-    jax.block_until_ready(logits_at(train_step, state, token_BT, 1))
+    model, token_BT = model_of(tmp_path, family, case, ONE_DEVICE)
+    jax.block_until_ready(ours.logits_at(model, token_BT, 1))
     jax.effects_barrier()
     found = [[" ".join(map(str, sorted(row))) for row in layer.tolist()] for layer in choices]
     assert found == case["choices"]
-    check_greedy(train_step, state, case, token_BT)
-    check(train_step, state, case, token_BT)
+    assert ours.continued(model, token_BT[0, :PROMPT].tolist(), token_BT.shape) == case["greedy"]
+    check(model, case, token_BT)
 
 
 @pytest.mark.parametrize(("family", "name"), ON_MESHES)
 def test_a_mesh_of_expert_and_tensor_axes_computes_the_same(tmp_path, family, name):
     case = cases_of(family)[name]
-    train_step, state = loaded(tmp_path, case, MESH)
-    check(train_step, state, case, np.array(case["tokens"], np.int32))
+    model, token_BT = model_of(tmp_path, family, case, MESH)
+    check(model, case, token_BT)

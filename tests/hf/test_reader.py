@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from moejax.errors import InputError
 from moejax.hf import reader
 from moejax.hf.reader import Folder
 from tests.hf.random_models import draw, write_folder
-
-CONFIG = {"model_type": "mixtral"}
+from tests.hf.test_files import CONFIG, TENSORS, refuse
 
 
 @st.composite
@@ -138,18 +136,6 @@ def test_4_bit_floats_are_scaled_and_turned_as_models_hold_them(tmp_path):
             ((0, 1), (7, 7), (0, 1)),
         ]:
             np.testing.assert_array_equal(opened.read("e.w", ranges), wanted[slices(ranges)])
-
-
-def refuse(folder, *fragments):
-    with pytest.raises(InputError) as raised:
-        Folder(folder)
-    text = str(raised.value)
-    assert "\n" not in text
-    for fragment in fragments:
-        assert fragment in text, text
-
-
-TENSORS = {"a": draw("a", (2, 3)), "b": draw("b", (4,))}
 
 
 def codes(*shape):

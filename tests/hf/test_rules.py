@@ -13,10 +13,8 @@ from moejax.hf.reader import Folder
 from moejax.hf.rules import Rule, tensors_of
 from tests.hf.golden import all_cases, cases_of, golden_folder
 
-
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole models are traced, whose layers have tests."""
+# Whole models are traced, whose layers have tests.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
 @pytest.fixture

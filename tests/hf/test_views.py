@@ -110,26 +110,6 @@ def test_rotary_pairs_become_halves_and_the_channels_before_stay():
         np.testing.assert_array_equal(theirs[:, 5 + 2 * i], ours[:, :, 6 + i].T)
 
 
-def test_scores_do_not_depend_on_the_order_of_rotary_channels():
-    """Rotating pairs of the tensor's order is rotating halves of the parameter's."""
-    rng = np.random.default_rng(0)
-    R, angle = 6, rng.normal(size=3)
-    view = View("DZ", (1, R), ("Z", "D"), (), ("Z", R))
-    q, k = rng.normal(size=(2, R))
-
-    def in_pairs(x, angle):
-        z = (x[0::2] + 1j * x[1::2]) * np.exp(1j * angle)
-        return np.stack([z.real, z.imag], axis=1).reshape(-1)
-
-    def in_halves(x, angle):
-        z = (x[: R // 2] + 1j * x[R // 2 :]) * np.exp(1j * angle)
-        return np.concatenate([z.real, z.imag])
-
-    ours = [x[view.tensor_positions()] for x in (q, k)]
-    theirs = in_pairs(q, angle) @ in_pairs(k, 2 * angle)
-    np.testing.assert_allclose(in_halves(ours[0], angle) @ in_halves(ours[1], 2 * angle), theirs)
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
 @pytest.mark.parametrize(
     ("held", "wanted"), list(itertools.product(["float32", "bfloat16"], repeat=2))

@@ -1,11 +1,10 @@
 """Arrays into folders and back: the same bits, on any mesh, in files of any size."""
 
 import json
-import threading
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from moejax.errors import InputError
 from moejax.hf import in_flight, writer
 from moejax.hf.config import config_of
 from moejax.hf.families import family_of
-from moejax.hf.load import flat, load, plan_load
 from moejax.hf.reader import Folder
 from moejax.hf.rules import Tensor
 from moejax.hf.views import View
@@ -29,16 +27,15 @@ from moejax.hf.writer import (
     write_weights,
 )
 from moejax.runtime.processes import ALONE
+from moejax.step.state import flat
 from tests.cases import step_for
-from tests.hf.golden import all_cases, cases_of, golden_folder, run_config
+from tests.hf.golden import all_cases, cases_of, golden_folder, import_weights
 from tests.hf.random_models import draw_all, write_folder
 
+# Whole models are traced, whose layers have tests.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 MESH = MeshConfig(fsdp=2, expert=2, tensor=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole models are traced, whose layers have tests."""
 
 
 def read_all(folder):
@@ -50,16 +47,14 @@ def read_all(folder):
 
 def import_arrays(path, mesh):
     """The family, the train step and the arrays of a folder."""
-    with Folder(path) as folder:
-        step = step_for(run_config(folder, mesh, sequences=8, length=8))
-        abstract = step.abstract
-        plan = plan_load(folder, step.model, abstract.params, abstract.router_bias)
-        arrays = flat(load(plan, folder, abstract.params))
-        return (
-            family_of(folder.config),
-            step,
-            arrays | flat(load(plan, folder, abstract.router_bias)),
-        )
+    step, _, params, router_bias = import_weights(path, mesh)
+    family = family_of(json.loads((path / "config.json").read_text()))
+    return family, step, flat(params) | flat(router_bias)
+
+
+def import_golden(place, case):
+    """The same of a golden model on one device."""
+    return import_arrays(golden_folder(place / "in", case), MeshConfig())
 
 
 def on_devices(arrays):
@@ -127,48 +122,32 @@ def test_a_mesh_writes_the_same_files(tmp_path, family, name):
 @pytest.mark.parametrize(
     ("family", "name"), [("gpt_oss", "even"), ("mixtral", "even, llama3 positions")]
 )
-def test_bytes_in_flight_are_bounded(tmp_path, monkeypatch, family, name, limit):
-    """Of gpt-oss a tensor holds all experts of a layer, and they are taken one by one."""
-    case = next(cases_of(family)[full] for full in cases_of(family) if full.startswith(name))
-    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+def test_experts_are_written_one_by_one(tmp_path, monkeypatch, family, name, limit):
+    """Also of gpt-oss, where a tensor holds all experts of a layer."""
+    table, step, arrays = import_golden(tmp_path, cases_of(family)[name])
     export_arrays(tmp_path / "whole", table, step, arrays, "bfloat16", 60_000)
+    asked, held = defaultdict(int), writer._bytes_held
+
+    def bytes_held(job):
+        path = job[1].tensor.path
+        asked[path] = max(asked[path], held(job))
+        return held(job)
+
     monkeypatch.setattr(writer, "TOGETHER_BYTES", 0)
     monkeypatch.setattr(in_flight, "LIMIT_BYTES", limit)
-    asked = meter_of_bytes(monkeypatch)
+    monkeypatch.setattr(writer, "_bytes_held", bytes_held)
     export_arrays(tmp_path / "parts", table, step, arrays, "bfloat16", 60_000)
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes(), path.name
     apart = [p for p, x in arrays.items() if ".moe." in p and np.ndim(x) > 3]
-    experts = max(np.asarray(arrays[p])[0, 0].nbytes * 3 // 2 for p in apart)
-    others = max(np.asarray(x).nbytes * 3 // 2 for p, x in arrays.items() if p not in apart)
-    assert asked["peak"] <= max(limit, experts, others)
-    assert max(asked["sizes"][p] for p in apart) <= experts
-
-
-def meter_of_bytes(monkeypatch):
-    """Counts the bytes of tensors that are read and not yet written, and the largest by path."""
-    lock, asked = threading.Lock(), {"now": 0, "peak": 0, "sizes": {}}
-    write = writer._write_tensor
-
-    def metered(read, job):
-        size, path = writer._bytes_held(job), job[1].tensor.path
-        with lock:
-            asked["now"] += size
-            asked["peak"] = max(asked["peak"], asked["now"])
-            asked["sizes"][path] = max(size, asked["sizes"].get(path, 0))
-        try:
-            return write(read, job)
-        finally:
-            with lock:
-                asked["now"] -= size
-
-    monkeypatch.setattr(writer, "_write_tensor", metered)
-    return asked
+    assert apart
+    for path in apart:  # four bytes as it is read, two as it is written
+        assert asked[path] <= np.asarray(arrays[path])[0, 0].nbytes * 3 // 2
 
 
 def test_the_index_says_where_each_tensor_is(tmp_path):
     case = cases_of("olmoe")["top 3"]
-    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    table, step, arrays = import_golden(tmp_path, case)
     files = export_arrays(tmp_path / "out", table, step, arrays, "float32", 100_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     for name, file in index["weight_map"].items():
@@ -202,26 +181,18 @@ def write_folder_config(folder, case):
     return folder
 
 
-def test_one_file_needs_no_index(tmp_path):
+def test_one_file_needs_no_index_and_rounds_to_the_nearest(tmp_path):
     case = cases_of("olmoe")["top 3"]
-    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
-    export_arrays(tmp_path / "out", table, step, arrays, "float32")
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-
-
-def test_rounding_to_bfloat16_is_to_the_nearest(tmp_path):
-    case = cases_of("olmoe")["top 3"]
-    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    table, step, arrays = import_golden(tmp_path, case)
     export_arrays(tmp_path / "out", table, step, arrays, "bfloat16")
-    for name, values in draw_all(case["tensors"]).items():
-        wanted = values.astype(ml_dtypes.bfloat16)
-        np.testing.assert_array_equal(read_all(tmp_path / "out")[name], wanted)
-        break
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    wanted = {k: x.astype(ml_dtypes.bfloat16) for k, x in draw_all(case["tensors"]).items()}
+    assert_same_tensors(read_all(tmp_path / "out"), wanted)
 
 
 def test_selection_biases_that_files_cannot_hold_are_refused(tmp_path):
     case = cases_of("olmoe")["top 3"]
-    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    table, step, arrays = import_golden(tmp_path, case)
     shapes = (step.abstract.params, step.abstract.router_bias)
     check_biases(table, step.model, *shapes, on_devices(arrays))
     (path,) = [path for path in arrays if path.endswith(".moe.bias")]
@@ -232,18 +203,8 @@ def test_selection_biases_that_files_cannot_hold_are_refused(tmp_path):
 
 def test_a_model_without_a_place_in_the_family_is_refused(tmp_path):
     case = cases_of("olmoe")["top 3"]
-    table, step, _ = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    table, step, _ = import_golden(tmp_path, case)
     cfg = replace(step.cfg, moe=replace(step.cfg.moe, num_shared_experts=1))
     step = step_for(cfg)
     with pytest.raises(InputError, match=r"no tensor of this family holds .*mlp\.w_in"):
         plan_files(table, step.model, step.abstract.params, step.abstract.router_bias, "float32")
-
-
-def test_jax_arrays_are_what_is_written(tmp_path):
-    """Arrays of a mesh after a computation, as a run has them."""
-    case = cases_of("mixtral")["even, llama3 positions"]
-    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MESH)
-    doubled = jax.tree.map(lambda x: x * 2, arrays)
-    export_arrays(tmp_path / "out", table, step, doubled, "float32")
-    for name, values in read_all(tmp_path / "out").items():
-        np.testing.assert_array_equal(values, 2 * draw_all(case["tensors"])[name])

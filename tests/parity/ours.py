@@ -3,21 +3,22 @@
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import to_dict
-from moejax.config.schema import Config, DataConfig, MeshConfig, TrainConfig
+from moejax.config.schema import Config, MeshConfig
 from moejax.convert.exporting import export_run
 from moejax.hf.families import family_named, family_of
 from moejax.hf.families.family import from_settings
-from moejax.hf.load import flat
 from moejax.hf.writer import plan_files
-from moejax.step.state import Batch, Reduction, TrainState
+from moejax.step.state import Batch, Reduction, TrainState, flat
 from moejax.step.train_step import TrainStep
 from tests.cases import place, step_for
+from tests.hf.golden import run_config
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,9 @@ class Ours:
 
 
 def config_for(case: dict, mesh: MeshConfig, tokens: tuple[int, int], **route) -> Config:
-    """The settings of a golden model's shapes, without router losses."""
+    """The settings of a run of a golden model's shapes, without router losses."""
     cfg = from_settings(family_of(case["config"]).read(case["config"]))
-    return replace(
-        cfg,
-        moe=replace(cfg.moe, router=replace(cfg.moe.router, balance_loss=0.0)),
-        mesh=mesh,
-        data=DataConfig(sequence_length=tokens[1]),
-        train=TrainConfig(batch_sequences=tokens[0]),
-        **route,
-    )
+    return replace(run_config(cfg, mesh, tokens), **route)
 
 
 def random_model(family: str, cfg: Config) -> Ours:
@@ -107,11 +101,17 @@ def continued(ours: Ours, prompt: list[int], shape: tuple[int, int]) -> list[int
 
 def loss_and_gradients(ours: Ours, token_BT: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
     """The mean loss of the next tokens, and its gradients by the names of tensors in files."""
+    parts, gradients = parts_and_gradients(ours, token_BT)
+    return float(parts.nll), gradients
+
+
+def parts_and_gradients(ours: Ours, token_BT: np.ndarray) -> tuple[Any, dict[str, np.ndarray]]:
+    """The same with all that a step tells of its loss."""
     target_BT = np.concatenate([token_BT[:, 1:], np.full_like(token_BT[:, :1], -1)], axis=1)
     batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
     gradients, parts = ours.train_step.gradients(ours.state, place(ours.train_step, batch))
     arrays = flat(gradients)
-    return float(parts.nll), {
+    return parts, {
         tensor.name: tensor.view.to_tensor(np.asarray(arrays[tensor.path])[tensor.index])
         for tensor in tensors_of(ours.family, ours.train_step)
         if tensor.path in arrays

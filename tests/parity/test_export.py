@@ -1,4 +1,7 @@
-"""Exported models in transformers: no key too many or too few, same logits, texts and gradients."""
+"""Exported models in transformers: no key too many or too few, same logits, texts and gradients.
+
+With adapters too, in peft; with multi-token prediction; and a model that was quantised.
+"""
 
 import json
 from dataclasses import replace
@@ -7,11 +10,16 @@ import numpy as np
 import pytest
 
 from moejax.config.schema import DataConfig, MeshConfig
+from moejax.convert.exporting import export_run
 from moejax.data.prepare import command as prepare
 from moejax.data.tokenizer import FileTokenizer
 from moejax.serve.command import main as generate
+from moejax.step.state import Batch
+from tests.cases import place
 from tests.data.chats import CHATML, ONE, write_model
-from tests.hf.golden import cases_of
+from tests.hf.golden import FAMILIES, ONE_DEVICE, cases_of, golden_folder, load_model
+from tests.hf.lora_runs import write_run
+from tests.hf.random_models import draw, write_folder
 from tests.parity import ours
 
 pytestmark = pytest.mark.parity
@@ -40,10 +48,25 @@ def models() -> list:
     for family, (mesh, route) in ROUTES.items():
         marks = () if family in ALWAYS else pytest.mark.exhaustive
         for name in cases_of(family):
-            on = (mesh, route) if name.startswith("even") else (MeshConfig(), {})
+            on = (mesh, route) if name.startswith("even") else (ONE_DEVICE, {})
             label = f"{family}-{on[1].get('route', 'one device')}"
             found.append(pytest.param(family, name, *on, marks=marks, id=label))
     return found
+
+
+def tokens(vocabulary, shape=SHAPE):
+    return np.random.default_rng(0).integers(0, vocabulary, shape, dtype=np.int32)
+
+
+def assert_close(logits, wanted):
+    bound = LOGITS * np.abs(wanted).max()
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=bound)
+
+
+def even_case(family):
+    """The name of the family's case that fits a mesh."""
+    (name,) = (name for name in cases_of(family) if name.startswith("even"))
+    return name
 
 
 @pytest.mark.parametrize(("family", "name", "mesh", "route"), models())
@@ -52,10 +75,8 @@ def test_transformers_computes_the_same_with_an_export(tmp_path, theirs, family,
     model = ours.random_model(family, cfg)
     ours.export(model, tmp_path / "run", tmp_path / "out")
     loaded = theirs.load(tmp_path / "out")
-    token_BT = np.random.default_rng(0).integers(0, cfg.model.vocab_size, SHAPE, dtype=np.int32)
-    wanted = theirs.logits(loaded, token_BT)
-    bound = LOGITS * np.abs(wanted).max()
-    np.testing.assert_allclose(ours.logits(model, token_BT), wanted, rtol=0, atol=bound)
+    token_BT = tokens(cfg.model.vocab_size)
+    assert_close(ours.logits(model, token_BT), theirs.logits(loaded, token_BT))
     prompt = token_BT[0, :PROMPT].tolist()
     text = theirs.continued(loaded, prompt, SHAPE[1] - PROMPT)
     assert ours.continued(model, prompt, SHAPE) == text
@@ -99,7 +120,7 @@ def test_an_export_writes_the_text_that_generate_writes(tmp_path, theirs, capsys
     data, size = data_of(tmp_path, kind)
     case = cases_of("mixtral")["even, llama3 positions"]
     case = case | {"config": case["config"] | {"vocab_size": size}}
-    cfg = replace(ours.config_for(case, MeshConfig(), SHAPE), data=data)
+    cfg = replace(ours.config_for(case, ONE_DEVICE, SHAPE), data=data)
     ours.export(ours.random_model("mixtral", cfg), tmp_path / "run", tmp_path / "out")
     prompt, chat = "What is a mesh?", kind == "chat"
     words = ["--run", str(tmp_path / "run"), "--prompt", prompt, "--tokens", "24", "--json"]
@@ -110,3 +131,88 @@ def test_an_export_writes_the_text_that_generate_writes(tmp_path, theirs, capsys
     ids, continuation = theirs.written(tmp_path / "out", prompt, 24, chat=chat)
     assert len(text["tokens"]) > 1
     assert (text["prompt_tokens"], text["text"]) == (len(ids), continuation)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f == "mixtral" else pytest.mark.exhaustive) for f in FAMILIES],
+)
+def test_peft_computes_with_an_adapter_what_the_run_computes(tmp_path, theirs, family):
+    base = golden_folder(tmp_path / "base", cases_of(family)[even_case(family)])
+    train_step, state = write_run(tmp_path / "run", base, FOUR, SHAPE)
+    for folder, adapter in (("merged", False), ("adapter", True)):
+        export_run(tmp_path / "run", tmp_path / folder, dtype="float32", adapter=adapter)
+    token_BT = tokens(train_step.cfg.model.vocab_size)
+    wanted = ours.logits(ours.Ours(family, train_step, state), token_BT)
+    before = theirs.logits(theirs.load(base), token_BT)
+    changed = np.abs(wanted - before).max()
+    assert changed > 1000 * LOGITS * np.abs(wanted).max(), "the adapters change nothing"
+    for model in (
+        theirs.load(tmp_path / "merged"),
+        theirs.with_adapter(theirs.load(base), tmp_path / "adapter"),
+    ):
+        assert_close(theirs.logits(model, token_BT), wanted)
+
+
+def losses_ahead(model, token_BT):
+    """The mean loss of the tokens after the next, of each sequence alone."""
+    found = []
+    for row in range(len(token_BT)):
+        target_BT = np.full_like(token_BT, -1)
+        target_BT[row, :-1] = token_BT[row, 1:]
+        batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
+        _, parts = model.train_step.gradients(model.state, place(model.train_step, batch))
+        found.append(float(parts.ahead))
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("deepseek_v3", ONE_DEVICE), ("deepseek_v3", FOUR), ("glm4_moe", ONE_DEVICE)],
+)
+def test_transformers_module_for_drafts_predicts_the_same(
+    tmp_path, monkeypatch, theirs, family, mesh
+):
+    cfg = ours.config_for(cases_of(family)[even_case(family)], mesh, SHAPE)
+    cfg = replace(cfg, model=replace(cfg.model, predict_ahead=1))
+    model = ours.random_model(family, cfg)
+    ours.export(model, tmp_path / "run", tmp_path / "out")
+    token_BT = tokens(cfg.model.vocab_size)
+    theirs.expect_layer(monkeypatch, tmp_path / "out", cfg.model.num_layers)
+    wanted = theirs.losses_ahead(theirs.load(tmp_path / "out"), token_BT)
+    np.testing.assert_allclose(losses_ahead(model, token_BT), wanted, rtol=1e-6)
+
+
+WIDTH, HIDDEN, EXPERTS, VOCABULARY = 64, 32, 5, 97  # of the quantised model
+
+
+def packed(name, rows, columns):
+    """Blocks of 4-bit floats and their exponents, [E, rows, columns]."""
+    rng = np.random.default_rng(len(name))
+    groups = (EXPERTS, rows, columns // 32)
+    blocks = rng.integers(0, 256, (*groups, 16)).astype(np.uint8)
+    scales = rng.integers(122, 126, groups).astype(np.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def test_4_bit_experts_of_gpt_oss(tmp_path, theirs):
+    case = cases_of("gpt_oss")["top 3"]
+    changes = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "vocab_size": VOCABULARY}
+    config = {**case["config"], **changes, "quantization_config": {"quant_method": "mxfp4"}}
+    size = {20: WIDTH, 10: HIDDEN, 997: VOCABULARY}
+    tensors = {}
+    for name, shape in case["tensors"].items():
+        if name.endswith("gate_up_proj"):
+            tensors |= packed(name, 2 * HIDDEN, WIDTH)
+        elif name.endswith("experts.down_proj"):
+            tensors |= packed(name, WIDTH, HIDDEN)
+        elif name.endswith("gate_up_proj_bias"):
+            tensors[name] = draw(name, (EXPERTS, 2 * HIDDEN))
+        else:
+            tensors[name] = draw(name, tuple(size.get(n, n) for n in shape))
+    write_folder(tmp_path / "model", config, tensors)
+    token_BT = tokens(VOCABULARY, (2, 24))
+    model = ours.Ours("gpt_oss", *load_model(tmp_path / "model", ONE_DEVICE, token_BT.shape))
+    wanted = theirs.logits(theirs.load(tmp_path / "model"), token_BT)
+    assert_close(ours.logits(model, token_BT), wanted)

@@ -11,23 +11,10 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
-from tests.golden.make_models import gradient_tensors
+from tests.golden.make_models import gradient_tensors, load
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-
-
-def load(folder: Path) -> torch.nn.Module:
-    """The model of a folder; every tensor of it has a place, and every place a tensor."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        dtype=torch.float32,
-        output_loading_info=True,
-    )
-    assert not any(info.values()), info
-    return model.eval()
 
 
 def with_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:

@@ -1,7 +1,7 @@
 """Tables of the families of models that files can be read from and written to.
 
-Read `parts` and `family` (`config.json` as settings), `tensors` (rules that families share), then a
-family, `mixtral` first.
+Read `parts` and `family` (`config.json` as settings), `tensors` (rules that families share), then
+`tables`, Mixtral first.
 """
 
 from collections.abc import Mapping
@@ -9,26 +9,8 @@ from typing import Any
 
 from moejax.config.fields import short
 from moejax.errors import InputError
-from moejax.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from moejax.hf.families.family import Family
-from moejax.hf.families.glm import GLM4_MOE
-from moejax.hf.families.gpt_oss import GPT_OSS
-from moejax.hf.families.minimax import MINIMAX_M2
-from moejax.hf.families.mixtral import MIXTRAL
-from moejax.hf.families.olmoe import OLMOE
-from moejax.hf.families.qwen import QWEN2_MOE, QWEN3_MOE
-
-FAMILIES = (
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GPT_OSS,
-    GLM4_MOE,
-    MINIMAX_M2,
-)
+from moejax.hf.families.tables import FAMILIES
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -13,8 +13,9 @@ from moejax.config.pattern import (
 )
 from moejax.config.schema import ModelConfig
 from moejax.errors import InputError
-from moejax.hf.families.parts import Config, Settings, value_of, whole_number
+from moejax.hf.families.parts import Config, Same, Settings, whole_number
 
+FIRST_DENSE = Same("first_k_dense_replace", "model.first_dense_layers")  # the others have experts
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -25,11 +26,6 @@ class SparseStep:
     keys: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Returns the settings.
-
-        Raises:
-          InputError: if a key is not of its kind.
-        """
         layers, step = whole_number(config, "num_hidden_layers"), config.get("decoder_sparse_step")
         step, listed = 1 if step is None else step, config.get("mlp_only_layers") or []
         if type(step) is not int or step < 1 or not isinstance(listed, list):
@@ -50,7 +46,6 @@ class SparseStep:
         return {f"model.{name}": value for name, value in shortest_mlps(mlps).items()}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        """Returns the keys."""
         cfg = blocks_of(settings)
         if not cfg.has_experts:
             raise InputError("`model.moe_every` is none: the model has no experts")
@@ -70,22 +65,6 @@ def blocks_of(settings: Settings) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class FirstDense:
-    """The first blocks are dense, and all others have experts (DeepSeek, GLM)."""
-
-    keys: tuple[str, ...] = ("first_k_dense_replace",)
-
-    def read(self, config: Config) -> dict[str, Any]:
-        """Returns the settings."""
-        dense = value_of(config, self.keys)
-        return {"model.first_dense_layers": dense, "model.moe_every": 1}
-
-    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        """Returns the key."""
-        return {"first_k_dense_replace": settings["model.first_dense_layers"]}
-
-
-@dataclass(frozen=True)
 class OneWindow:
     """A window of all blocks, or none.
 
@@ -97,20 +76,16 @@ class OneWindow:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the keys."""
         return ("sliding_window", self.switch) if self.switch else ("sliding_window",)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Returns the setting."""
         on = not self.switch or config.get(self.switch, False)
         return {"model.sliding_window": config.get("sliding_window") if on else None}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        """Returns the keys."""
         window = settings["model.sliding_window"]
-        return {"sliding_window": window} | (
-            {self.switch: window is not None} if self.switch else {}
-        )
+        switched = {self.switch: window is not None} if self.switch else {}
+        return {"sliding_window": window, **switched}
 
 
 @dataclass(frozen=True)
@@ -125,16 +100,10 @@ class LayerTypes:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the keys."""
         switched = (self.switch, "max_window_layers") if self.switch else ()
         return ("sliding_window", "layer_types", *switched)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Returns the settings.
-
-        Raises:
-          InputError: if keys disagree.
-        """
         types = self._types(config)
         if SLIDING not in types:
             return {"model.sliding_window": None}
@@ -167,7 +136,6 @@ class LayerTypes:
         return list(given)
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        """Returns the keys."""
         layers, window = settings["model.num_layers"], settings["model.sliding_window"]
         sees = layer_attention(blocks_of(settings))
         types = [FULL if window is None or seen == "full" else SLIDING for seen in sees]

@@ -9,16 +9,8 @@ from moejax.config.load import from_dict
 from moejax.config.pattern import shortest
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.hf.families.parts import (
-    Always,
-    Part,
-    Same,
-    Settings,
-    Unused,
-    has_dense_blocks,
-    shared_width,
-    shortest_shared,
-)
+from moejax.hf.families.experts import has_dense_blocks, shared_width, shortest_shared
+from moejax.hf.families.parts import Always, Part, Same, Settings
 from moejax.hf.rules import Rule
 
 
@@ -91,30 +83,28 @@ TRAINING = (
     "moe.router.bias_update_rate",
 )
 # Keys of any model that do not change its logits.
-ANYWHERE = Unused(
-    (
-        "_attn_implementation",
-        "_name_or_path",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "eos_token_id",
-        "ep_size",
-        "gradient_checkpointing",
-        "id2label",
-        "label2id",
-        "max_position_embeddings",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "use_cache",
-    )
+ANYWHERE = (
+    "_attn_implementation",
+    "_name_or_path",
+    "attn_implementation",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "eos_token_id",
+    "ep_size",
+    "gradient_checkpointing",
+    "id2label",
+    "label2id",
+    "max_position_embeddings",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "use_cache",
 )
 # Keys that export writes by itself, or that say how weights are stored.
 STORAGE = (
@@ -138,7 +128,6 @@ COMMON: tuple[Part, ...] = (
     Always("hidden_act", "silu"),
     Always("attention_dropout", 0.0),
     Always("is_encoder_decoder", False, written=False),
-    ANYWHERE,
 )
 
 
@@ -150,6 +139,8 @@ class Family:
       name: its name here, which is its `model_type` in files that are written.
       architecture: the class that transformers builds, which names it for certain.
       parts: parts of `config.json` besides the common ones.
+      implied: settings that every model of the family has, without a key.
+      unused: keys that do not change what the model computes; export copies them.
       rules: rules of tensors, without the experts' rules.
       experts: rules of experts, in each form that files have; the first is written.
       model_types: other values of `model_type`.
@@ -163,6 +154,8 @@ class Family:
     parts: tuple[Part, ...]
     rules: tuple[Rule, ...]
     experts: tuple[tuple[Rule, ...], ...]
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
     missing: Mapping[str, Any] = field(default_factory=dict)
     null: Mapping[str, Any] = field(default_factory=dict)
@@ -188,7 +181,7 @@ class Family:
         config = self._completed(config)
         always = [part for part in self.all_parts if isinstance(part, Always)]
         refused = [text for part in always if (text := part.refusal(config))]
-        settings: dict[str, Any] = {}
+        settings = dict(self.implied)
         for part in self.all_parts:
             settings |= part.read(config)
         if not has_dense_blocks(settings):
@@ -209,8 +202,8 @@ class Family:
         counted: set[str] = set()
         for part in self.all_parts:
             said = isinstance(part, Same) and any(config.get(k) is not None for k in part.keys)
-            # Parts of the first two kinds judge nulls; another name of a key may say its value.
-            if not isinstance(part, Always | Unused) and not said:
+            # `Always` judges nulls; another name of a key may say its value.
+            if not isinstance(part, Always) and not said:
                 counted |= set(part.keys)
         counted -= set(self.null)
         nulls = [f"`{key}`" for key, value in config.items() if value is None and key in counted]
@@ -225,9 +218,8 @@ class Family:
 
     def _refused_others(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
         """Returns reasons to refuse keys without a part: unknown ones, and others' wrong values."""
-        known = {key for part in self.all_parts for key in part.keys} | set(STORAGE)
-        if self.ahead:
-            known |= {self.ahead, AHEAD}
+        known = {key for part in self.all_parts for key in part.keys}
+        known |= {*self.unused, *ANYWHERE, *STORAGE, *((self.ahead, AHEAD) if self.ahead else ())}
         others = {key: value for key, value in config.items() if key not in known}
         if not others:
             return []
@@ -264,6 +256,7 @@ class Family:
         base = base if self.matches(base) else {}
         settings = flat_settings(cfg)
         config = {"architectures": [self.architecture], "model_type": self.name}
+        config |= {key: base[key] for key in (*self.unused, *ANYWHERE) if key in base}
         for part in self.all_parts:
             config |= part.write(settings, base)
         if self.ahead:

@@ -11,38 +11,27 @@ from typing import Any
 
 from moejax.config.fields import short
 from moejax.errors import InputError
-from moejax.hf.families.parts import Config, Settings, head_width
+from moejax.hf.families.attention import head_width
+from moejax.hf.families.parts import Config, Settings
 
 NUMBERS = (int, float)
 POSITIONS = {"rope_scaling": None, "rope_parameters": None}  # nulls that families read as missing
-NULLS = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)  # nulls inside these objects, read as missing
+# Nulls inside these objects, read as missing.
+NULLS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # Keys of each kind of scaling, besides those of any kind.
 ANY = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+STRETCHED = ("factor", "original_max_position_embeddings")
 KINDS = {
     "default": (),
-    "linear": ("factor", "original_max_position_embeddings"),
-    "llama3": (
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    ),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-    ),
+    "linear": STRETCHED,
+    "llama3": (*STRETCHED, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*STRETCHED, "truncate", *NULLS),
+}
+# Settings below `model.rope` whose keys have another name.
+RENAMED = {
+    "original_max_position_embeddings": "trained_length",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
 }
 
 
@@ -66,12 +55,10 @@ class Rope:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the keys."""
         partial = (self.partial, "partial_rotary_factor") if self.partial else ()
         return ("rope_theta", "rope_scaling", "rope_parameters", *partial)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Returns the settings of the scaling and of the channels that rotate."""
         given = self._scaling(config)
         kind = given.get("rope_type") or given.get("type") or "default"
         if kind not in KINDS:
@@ -113,7 +100,6 @@ class Rope:
         return given[0] if given else {}
 
     def _rotated(self, config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the setting of the channels that rotate; none if all do."""
         share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if not self.partial:
             if share not in (None, 1, 1.0):
@@ -140,7 +126,6 @@ class Rope:
         return {} if rotated == head else {"model.rope_width": rotated}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        """Returns the keys."""
         scaling = _write_kind(settings, latent=self.latent)
         if scaling is None and self.named:
             scaling = {"rope_type": "default"}
@@ -227,31 +212,17 @@ def magnitude(scale: float, factor: float) -> float:
 
 def _write_kind(settings: Settings, *, latent: bool) -> dict[str, Any] | None:
     """Returns `rope_scaling`; None if positions do not scale."""
-
-    def of(name: str) -> Any:
-        return settings.get(f"model.rope.{name}")
-
-    kind = of("scaling")
+    kind = settings["model.rope.scaling"]
     if kind == "none":
         return None
-    keys: dict[str, Any] = {"rope_type": kind, "type": kind, "factor": of("factor")}
-    if kind == "linear":
-        return keys
-    keys["original_max_position_embeddings"] = of("trained_length")
-    if kind == "llama3":
-        keys["low_freq_factor"] = of("low_frequency_factor")
-        keys["high_freq_factor"] = of("high_frequency_factor")
-        return keys
-    keys |= {"beta_fast": of("beta_fast"), "beta_slow": of("beta_slow")}
-    if of("truncate") is False:
-        keys["truncate"] = False
-    if of("attention_factor") is not None:
-        keys["attention_factor"] = of("attention_factor")
-    if of("mscale_all_dim") is not None or of("mscale") is not None:
-        if not latent:
-            raise InputError("`model.rope.mscale` scales scores, which this family has no key for")
-        keys |= {"mscale": of("mscale"), "mscale_all_dim": of("mscale_all_dim")}
-    return keys
+    names = ("factor",) if kind == "linear" else KINDS[kind]
+    keys = {key: settings.get(f"model.rope.{RENAMED.get(key, key)}") for key in names}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if keys.get("truncate"):
+        del keys["truncate"]  # what a missing key means
+    if not latent and ("mscale" in keys or "mscale_all_dim" in keys):
+        raise InputError("`model.rope.mscale` scales scores, which this family has no key for")
+    return {"rope_type": kind, "type": kind, **keys}
 
 
 def _number(given: Mapping[str, Any], name: str) -> float:

@@ -74,7 +74,7 @@ class Memory:
 
         Args:
           skipped: the batches that the run left out so far.
-          base: `describe_base` of a run with adapters.
+          base: path and digest of the frozen weights of a run with adapters.
           note: shows a line to the user.
         """
         while self._members is not None and (found := self._found) is not None:

@@ -1,0 +1,161 @@
+"""Parts of `config.json` about attention's heads, biases and norms."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moejax.config.fields import short
+from moejax.errors import InputError
+from moejax.hf.families.parts import Config, Same, Settings, value_of, whole_number
+
+KEY_VALUE_HEADS = Same("num_key_value_heads", "model.num_kv_heads", like="num_attention_heads")
+
+
+@dataclass(frozen=True)
+class HeadWidth:
+    """Channels of a head: by default, the width over the heads.
+
+    Attributes:
+      free: whether a model may say otherwise.
+    """
+
+    free: bool = True
+    keys: tuple[str, ...] = ("head_dim",)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        head, heads = head_width(config), whole_number(config, "num_attention_heads")
+        if not self.free and head * heads != config["hidden_size"]:
+            raise InputError(
+                f"`head_dim` is {head}. In this family it is `hidden_size` over "
+                f"`num_attention_heads`, {config['hidden_size']} over {heads}. Correct config.json."
+            )
+        return {"model.head_width": head}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        width = settings["model.head_width"]
+        if self.free:
+            return {"head_dim": width}
+        if width * settings["model.num_heads"] != settings["model.width"]:
+            raise InputError(
+                f"`model.head_width` is {width}. In this family it is `model.width` over "
+                "`model.num_heads`"
+            )
+        return {}
+
+
+def head_width(config: Config) -> int:
+    """Returns the channels of a head: `head_dim`, else the width over the heads.
+
+    Raises:
+      InputError: if neither gives a number.
+    """
+    if config.get("head_dim") is not None:
+        return whole_number(config, "head_dim")
+    width, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
+    if width % heads:
+        raise InputError(
+            f"`hidden_size` is {width}, `num_attention_heads` is {heads}. Without `head_dim` the "
+            "first must be a multiple of the second. Correct config.json."
+        )
+    return width // heads
+
+
+@dataclass(frozen=True)
+class BothBiases:
+    """Biases of attention's four projections, all or none.
+
+    Attributes:
+      default: whether they are there where the key is missing.
+    """
+
+    default: bool = False
+    keys: tuple[str, ...] = ("attention_bias",)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        if not value_of(config, self.keys, self.default):
+            return {"model.attention_bias": False}
+        return {"model.attention_bias": True, "model.attention_output_bias": True}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        return {"attention_bias": settings["model.attention_bias"]}
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """Heads of latent attention: their plain, rotating and value channels."""
+
+    keys: tuple[str, ...] = (
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "num_key_value_heads",
+        "qk_head_dim",
+        "head_dim",
+    )
+
+    def read(self, config: Config) -> dict[str, Any]:
+        plain, rotated, values = (whole_number(config, name) for name in self.keys[:3])
+        heads = whole_number(config, "num_attention_heads")
+        if config.get("num_key_value_heads") not in (None, heads):
+            raise InputError(
+                f"`num_key_value_heads` is {short(config['num_key_value_heads'])}. In latent "
+                f"attention it is `num_attention_heads`, {heads}. Correct config.json."
+            )
+        return {
+            "model.attention": "latent",
+            "model.head_width": plain + rotated,
+            "model.rope_width": rotated,
+            "model.value_width": values,
+            "model.kv_latent": whole_number(config, "kv_lora_rank"),
+            "model.q_latent": config.get("q_lora_rank"),
+        }
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        if settings.get("model.attention") != "latent":
+            raise InputError("`model.attention` is grouped")
+        rotated, head = settings["model.rope_width"], settings["model.head_width"]
+        return {
+            "qk_nope_head_dim": head - rotated,
+            "qk_rope_head_dim": rotated,
+            "v_head_dim": settings["model.value_width"] or head,
+            "kv_lora_rank": settings["model.kv_latent"],
+            "q_lora_rank": settings["model.q_latent"],
+            "num_key_value_heads": settings["model.num_heads"],
+        }
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """Normalisation of queries and keys, each head by itself."""
+
+    keys: tuple[str, ...] = ("use_qk_norm",)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        return {"model.qk_norm": "head" if config.get("use_qk_norm", False) else "none"}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        if settings["model.qk_norm"] == "full":
+            raise InputError("`model.qk_norm` is full. It normalises each head by itself")
+        return {"use_qk_norm": settings["model.qk_norm"] == "head"}
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention:
+    """A list of the layers' attention, which an earlier model of the authors mixed."""
+
+    keys: tuple[str, ...] = ("attn_type_list",)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Refuses linear attention."""
+        kinds = config.get("attn_type_list") or [1]
+        if not isinstance(kinds, list) or set(map(repr, kinds)) != {"1"}:
+            raise InputError(
+                f"`attn_type_list` is {short(kinds)}. moejax computes softmax attention, 1, only. "
+                "Choose another model."
+            )
+        return {}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        given = {"attn_type_list": [1] * settings["model.num_layers"]}
+        return given if "attn_type_list" in base else {}
