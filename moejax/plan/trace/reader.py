@@ -16,7 +16,7 @@ from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened,
 from moejax.comm.tokens.rounds import ROUNDS
 from moejax.kernels.costs import attention_cost, dot_flops, named_cost
 from moejax.plan.trace.fusion import Node, Storage, fuse
-from moejax.plan.trace.schedule import TRAFFIC, Collective, Schedule, collectives_of
+from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collectives_of
 
 # Primitives whose result shares the buffer of the first operand.
 VIEWS = ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "reshard")
@@ -113,7 +113,8 @@ class _Reader:
             return self._add("product", eqn, operands, scope, **cost)
         if name == "optimization_barrier":
             aliases = [None if v is None else self.storage.alias(v) for v in operands]
-            self.nodes.append(Node("join", *_labels(scope), _reads(operands), _present(aliases)))
+            join = Op("join", *_labels(scope))
+            self.nodes.append(Node(join, _reads(operands), _present(aliases)))
             return aliases
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
@@ -131,7 +132,13 @@ class _Reader:
         return self._run(inner, values, scope)
 
     def _add(
-        self, kind: Any, eqn: Any, operands: list, scope: tuple[str, ...], **cost: Any
+        self,
+        kind: Any,
+        eqn: Any,
+        operands: list,
+        scope: tuple[str, ...],
+        unread: float = 1.0,
+        **cost: Any,
     ) -> list[int]:
         """Adds a node that reads its operands, or slices of them, and writes new buffers."""
         written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
@@ -139,7 +146,8 @@ class _Reader:
         reads = _reads(operands)
         if eqn.primitive.name in SLICES:
             reads = tuple((value, float(size)) for value, _ in reads[:1]) + reads[1:]
-        self.nodes.append(Node(kind, *_labels(scope), reads, tuple(written), **cost))
+        op = Op(kind, *_labels(scope), **cost)
+        self.nodes.append(Node(op, reads, tuple(written), unread))
         return written
 
     def _gather(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
@@ -162,8 +170,8 @@ class _Reader:
         else:
             written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
         kind = "write" if name == "dynamic_update_slice" else "gather"
-        node = Node(kind, *_labels(scope), _reads(operands), tuple(written), bytes=moved)
-        self.nodes.append(node)
+        op = Op(kind, *_labels(scope), bytes=moved)
+        self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return written
 
     def _collective(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
@@ -177,10 +185,8 @@ class _Reader:
             about = (kind, axes, str(counted.dtype), _bytes(counted))
             collective = Collective(*about, 1, traffic, senders)
             written.append(self.storage.new(_bytes(after.aval)))
-            where = _labels(scope)
-            self.nodes.append(
-                Node("collective", *where, _reads([value]), (written[-1],), collective=collective)
-            )
+            op = Op("collective", *_labels(scope), collective=collective)
+            self.nodes.append(Node(op, _reads([value]), (written[-1],)))
         return written
 
     def _scan(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
@@ -223,18 +229,16 @@ class _Reader:
         ]
         stacked = eqn.outvars[len(carry) :]
         written += [self.storage.new(_bytes(var.aval)) for var in stacked]
-        node = Node(
+        pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
+        op = Op(
             "loop",
             *_labels(scope),
-            _reads(operands),
-            tuple(written),
             body=body,
             trip_count=trip_count,
+            unrolled=unrolled,
+            carried=tuple((a, b) for a, b in pairs if b is not None),
         )
-        node.unrolled = unrolled
-        pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
-        node.carried = tuple((a, b) for a, b in pairs if b is not None)
-        self.nodes.append(node)
+        self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return list(written)
 
     def _branch(self, eqn: Any) -> Any:
