@@ -290,9 +290,9 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
     if (doubt := small_products(result.ranked[0], topology.device)) is not None:
         console.print(doubt, highlight=False, soft_wrap=True)
     if args.trainer is not None:
-        from moejax.plan.others.show import print_translation, translate
+        from moejax.plan.others.show import TRAINERS, print_translation
 
-        translation = translate(args.trainer, result.ranked[0].cfg, topology)
+        translation = TRAINERS[args.trainer](result.ranked[0].cfg, topology)
         print_translation(translation, result, topology, load, console)
     if args.fewer:
         _print_fewer(result, topology, find, console)

@@ -8,13 +8,16 @@ expert and tensor do here: dense weights over fsdp and expert, experts' hidden w
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
-    across_gaps,
-    chunk_gaps,
+    Row,
+    across_first,
     codec_gaps,
-    reduction_gaps,
-    slice_gaps,
-    trim_gaps,
-    whole_experts_gaps,
+    dense_once,
+    in_chunks,
+    in_pieces,
+    slices,
+    there,
+    trimmed,
+    whole_experts,
 )
 from moejax.plan.others.shapes import MAXTEXT, shape_of
 from moejax.plan.others.translation import (
@@ -224,68 +227,74 @@ def _remat(cfg: Config) -> list[Option]:
 
 def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
     """Returns the parts of the plan that the settings above leave out."""
-    gaps = [*_model_gaps(cfg), *_mesh_gaps(cfg, sizes, platform)]
-    gaps += chunk_gaps(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)")
-    gaps += _route_gaps(cfg)
-    gaps += trim_gaps(cfg)
-    gaps += across_gaps(cfg)
-    if cfg.mesh.gather_dense == "step" and sizes.fsdp * sizes.expert > 1:
-        gaps.append(
-            Gap(
-                "dense weights gathered, and their gradients reduced, once a step",
-                "gathers and reduces at each use, in each micro-batch",
-            )
-        )
-    gaps += reduction_gaps(cfg, "leaves the size of reductions to XLA")
-    gaps += codec_gaps(cfg)
-    gaps += slice_gaps(cfg)
-    if cfg.mesh.stage > 1:
-        what = f"the schedule {cfg.mesh.schedule}"
-        gaps.append(Gap(what, "runs all forward passes first, so keeps more"))
-    if cfg.model.remat == "none":
-        gaps.append(Gap("no recomputation", "recomputes what lies between matrix products"))
-    if cfg.model.remat == "collectives":
-        gaps.append(Gap("gathered weights kept for backward", "gathers them again"))
-    return gaps
+    mesh, remat = cfg.mesh, cfg.model.remat
+    folded = mesh.tensor > 1 and cfg.model.has_experts and mesh.expert_weights == "folded"
+    rows = [
+        whole_experts(cfg, "shards their hidden width over the tensor axis"),
+        (
+            folded,
+            "experts spread over (expert, tensor), each whole on one device (folded)",
+            "spreads them over expert, their hidden width over tensor",
+        ),
+        (
+            platform == "cpu" and sizes.nodes > 1,
+            "axes split at the borders of nodes",
+            "counts one slice on CPUs",
+        ),
+        in_chunks(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)"),
+        _route(cfg),
+        trimmed(cfg),
+        across_first(cfg),
+        dense_once(cfg, "gathers and reduces at each use, in each micro-batch"),
+        in_pieces(cfg, "leaves the size of reductions to XLA"),
+    ]
+    kept = [
+        slices(cfg),
+        (
+            mesh.stage > 1,
+            f"the schedule {mesh.schedule}",
+            "runs all forward passes first, so keeps more",
+        ),
+        (remat == "none", "no recomputation", "recomputes what lies between matrix products"),
+        (
+            remat == "collectives",
+            "gathered weights kept for backward",
+            "gathers them again",
+        ),
+    ]
+    return [*_model_gaps(cfg), *there(rows), *codec_gaps(cfg), *there(kept)]
 
 
 def _model_gaps(cfg: Config) -> list[Gap]:
     if shape_of(cfg) in MAXTEXT:
         return []
-    what = "a model of this shape by name"
-    instead = "has no file of it: choose decoder_block, and check norms, rotary positions, router"
-    gaps, model, moe = [Gap(what, instead)], cfg.model, cfg.moe
-    if model.has_experts and (model.layer_mlps or model.moe_every != 1):
-        what = "dense blocks between those with experts"
-        gaps.append(Gap(what, "has dense blocks at the start: set the others by hand"))
-    if moe.shared_width % moe.expert_hidden:
-        what = f"shared experts of width {moe.shared_width}"
-        gaps.append(Gap(what, "has shared experts of an expert's width"))
-    return gaps
+    model, moe = cfg.model, cfg.moe
+    rows = [
+        (
+            True,
+            "a model of this shape by name",
+            "has no file of it: choose decoder_block, and check norms, rotary positions, router",
+        ),
+        (
+            model.has_experts and bool(model.layer_mlps or model.moe_every != 1),
+            "dense blocks between those with experts",
+            "has dense blocks at the start: set the others by hand",
+        ),
+        (
+            moe.shared_width % moe.expert_hidden > 0,
+            f"shared experts of width {moe.shared_width}",
+            "has shared experts of an expert's width",
+        ),
+    ]
+    return there(rows)
 
 
-def _mesh_gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
-    """Returns gaps of the placement of weights and devices."""
-    gaps = whole_experts_gaps(cfg, "shards their hidden width over the tensor axis")
-    if sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "folded":
-        gaps.append(
-            Gap(
-                "experts spread over (expert, tensor), each whole on one device (folded)",
-                "spreads them over expert, their hidden width over tensor",
-            )
-        )
-    if platform == "cpu" and sizes.nodes > 1:
-        gaps.append(Gap("axes split at the borders of nodes", "counts one slice on CPUs"))
-    return gaps
-
-
-def _route_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gap of the route that tokens take; its own is one flat exchange."""
-    if not has_exchange(cfg) or (cfg.route in ("split", "duplicate") and cfg.mesh.tensor == 1):
-        return []
+def _route(cfg: Config) -> Row:
+    """The route that tokens take; MaxText's own is one flat exchange."""
+    has = has_exchange(cfg) and (cfg.route not in ("split", "duplicate") or cfg.mesh.tensor > 1)
     what = {
         "merge": "a token crosses once to each device that has its experts (merge)",
         "two_level": "exchange in two levels, between nodes first (two_level)",
         "two_level_merge": "exchange in two levels, a token once to each node (two_level_merge)",
     }.get(cfg.route, f"the route {cfg.route}, which says what tensor ranks send")
-    return [Gap(what, "has one flat ragged all-to-all, a row for each choice of a token")]
+    return has, what, "has one flat ragged all-to-all, a row for each choice of a token"

@@ -46,16 +46,6 @@ def check_trainer(name: str, cfg: Config, topology: Topology) -> None:
         )
 
 
-def translate(name: str, cfg: Config, topology: Topology) -> Translation:
-    """Returns a plan in the settings of another trainer.
-
-    Args:
-      name: one of `TRAINERS`.
-      cfg: the plan's resolved config.
-    """
-    return TRAINERS[name](cfg, topology)
-
-
 def print_translation(
     translation: Translation,
     result: SearchResult,

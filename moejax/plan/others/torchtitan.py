@@ -9,13 +9,16 @@ import math
 
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
-    across_gaps,
-    chunk_gaps,
+    across_first,
     codec_gaps,
-    reduction_gaps,
-    stage_gaps,
-    trim_gaps,
-    whole_experts_gaps,
+    dense_once,
+    in_chunks,
+    in_pieces,
+    slices,
+    spread_ends,
+    there,
+    trimmed,
+    whole_experts,
 )
 from moejax.plan.others.shapes import TORCHTITAN, shape_of
 from moejax.plan.others.translation import (
@@ -71,7 +74,9 @@ def _model(cfg: Config) -> list[Option]:
     if known is None:
         return []
     text = "a registered config of the same shape"
-    return [Option("module", known.module, text), Option("config", known.config, text)]
+    return [
+        Option(name, value, text) for name, value in zip(("module", "config"), known, strict=True)
+    ]
 
 
 def expert_degree(cfg: Config, sizes: Sizes) -> int:
@@ -154,50 +159,50 @@ def _remat(cfg: Config) -> list[Option]:
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     """Returns the parts of the plan that the options above leave out."""
-    gaps = [*_model_gaps(cfg), *_expert_gaps(cfg, sizes)]
-    if cfg.model.predict_ahead:
-        gaps.append(
-            Gap("multi-token prediction", "has it as num_mtp_layers of a registered config")
-        )
-    if cfg.mesh.gather_dense == "step" and sizes.fsdp * sizes.expert > 1:
-        instead = "gathers and reduces block by block, in each micro-batch"
-        what = "dense weights gathered, and their gradients reduced, once a step"
-        gaps.append(Gap(what, instead))
-    gaps += chunk_gaps(cfg, "exchanges all tokens at once")
-    gaps += _route_gaps(cfg, sizes)
-    gaps += trim_gaps(cfg)
-    gaps += across_gaps(cfg)
-    gaps += reduction_gaps(cfg, "reduces the weights of a block together")
-    if cfg.train.gradient_dtype != "float32":
-        gaps.append(Gap(f"gradients reduced in {cfg.train.gradient_dtype}", "reduces in float32"))
-    gaps += codec_gaps(cfg)
-    gaps += stage_gaps(cfg)
-    if cfg.model.remat not in ("none", "full"):
-        what = f"the values that remat {cfg.model.remat} keeps"
-        gaps.append(Gap(what, "keeps what its own list of operations says, so memory differs"))
-    if cfg.moe.capacity_factor is not None:
-        gaps.append(Gap(f"a capacity factor of {cfg.moe.capacity_factor:g}", "drops no token"))
-    return gaps
-
-
-def _model_gaps(cfg: Config) -> list[Gap]:
-    if shape_of(cfg) in TORCHTITAN:
-        return []
-    instead = "has none: register one, and put its --module and --config in front"
-    return [Gap("a registered config of this model", instead)]
-
-
-def _expert_gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    gaps = whole_experts_gaps(cfg, "spreads the copies' shards over its efsdp axis")
-    if sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "hidden":
-        instead = f"has whole experts on {expert_degree(cfg, sizes)} devices each group"
-        gaps.append(Gap("hidden width of experts over tensor (expert tensor parallelism)", instead))
-    return gaps
-
-
-def _route_gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    """Returns the gap of the route; DeepEP is chosen in code of the model, not by an option."""
-    if not has_exchange(cfg) or (cfg.route in ("split", "duplicate") and sizes.tensor == 1):
-        return []
-    instead = 'has one flat all-to-all (its model_registry takes moe_comm_backend="deepep")'
-    return [Gap(f"the route {cfg.route}", instead)]
+    remat, factor = cfg.model.remat, cfg.moe.capacity_factor
+    hidden = sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "hidden"
+    routed = has_exchange(cfg) and (cfg.route not in ("split", "duplicate") or sizes.tensor > 1)
+    rows = [
+        (
+            shape_of(cfg) not in TORCHTITAN,
+            "a registered config of this model",
+            "has none: register one, and put its --module and --config in front",
+        ),
+        whole_experts(cfg, "spreads the copies' shards over its efsdp axis"),
+        (
+            hidden,
+            "hidden width of experts over tensor (expert tensor parallelism)",
+            f"has whole experts on {expert_degree(cfg, sizes)} devices each group",
+        ),
+        (
+            cfg.model.predict_ahead > 0,
+            "multi-token prediction",
+            "has it as num_mtp_layers of a registered config",
+        ),
+        dense_once(cfg, "gathers and reduces block by block, in each micro-batch"),
+        in_chunks(cfg, "exchanges all tokens at once"),
+        (  # DeepEP is chosen in code of the model, not by an option.
+            routed,
+            f"the route {cfg.route}",
+            'has one flat all-to-all (its model_registry takes moe_comm_backend="deepep")',
+        ),
+        trimmed(cfg),
+        across_first(cfg),
+        in_pieces(cfg, "reduces the weights of a block together"),
+        (
+            cfg.train.gradient_dtype != "float32",
+            f"gradients reduced in {cfg.train.gradient_dtype}",
+            "reduces in float32",
+        ),
+    ]
+    kept = [
+        spread_ends(cfg),
+        slices(cfg),
+        (
+            remat not in ("none", "full"),
+            f"the values that remat {remat} keeps",
+            "keeps what its own list of operations says, so memory differs",
+        ),
+        (factor is not None, f"a capacity factor of {factor or 0:g}", "drops no token"),
+    ]
+    return [*there(rows), *codec_gaps(cfg), *there(kept)]
