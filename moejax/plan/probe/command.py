@@ -15,7 +15,7 @@ from moejax.config.schema import MeshConfig
 from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.file import write_topology
 from moejax.plan.probe.measure import QUICK_SECONDS, SECONDS, Effort, expected_text, probe
-from moejax.plan.probe.show import ProgressLine, print_probe
+from moejax.plan.probe.show import print_probe, progress_line
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
 from moejax.screen import screen
@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
 
     devices = processes.together(begin)
     effort = Effort(args.seconds or (QUICK_SECONDS if args.quick else SECONDS), args.quick)
-    with ProgressLine(processes) as progress:
+    with progress_line(processes) as progress:
         progress(expected_text(effort.quick))
         topology, odd = probe(
             processes,
