@@ -102,13 +102,11 @@ class CompiledStep:
 
     def hidden_reductions(self) -> float:
         """Share of the reductions' bytes that overlap a matrix product."""
-        return _hidden_bytes(self.reductions())
+        return _hidden(self.reductions())
 
     def hidden_gathers(self) -> float:
         """Share of the gathered weights' bytes that overlap a matrix product."""
-        return _hidden_bytes(
-            [exchange for exchange in self.exchanges if exchange.kind == "all_gather"]
-        )
+        return _hidden([one for one in self.exchanges if one.kind == "all_gather"])
 
     def executed(self, *, most: bool = False) -> dict[str, float]:
         """Returns the FLOPs executed over the model's, by class, and of "all".
@@ -137,14 +135,13 @@ class CompiledStep:
 
     def hidden_share(self, *, backward: bool | None = None) -> float:
         """Returns the share of the token all-to-alls that overlap a matrix product."""
-        exchanges = self.token_exchanges(backward=backward)
-        hidden = sum(exchange.calls for exchange in exchanges if exchange.hides)
-        return hidden / max(sum(exchange.calls for exchange in exchanges), 1)
+        return _hidden([replace(one, bytes=1) for one in self.token_exchanges(backward=backward)])
 
 
-def _hidden_bytes(exchanges: list[Exchange]) -> float:
-    hidden = sum(exchange.calls * exchange.bytes for exchange in exchanges if exchange.hides)
-    return hidden / max(sum(exchange.calls * exchange.bytes for exchange in exchanges), 1)
+def _hidden(exchanges: list[Exchange]) -> float:
+    """Returns the share of bytes that overlap a matrix product."""
+    hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
+    return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
 
 
 def described_config(cfg: Config, target: Target, nodes: int) -> Config:

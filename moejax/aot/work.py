@@ -133,7 +133,6 @@ class _Reader:
         return total
 
     def _starts_others(self, line: Instruction) -> bool:
-        """Returns whether an instruction starts a computation other than a collective."""
         return line.op in ("async-start", "call-start") and self.text.issued(line) is None
 
     def control(self) -> dict[str, int]:
@@ -212,5 +211,4 @@ class _Reader:
 
 
 def _arrays(lines: Sequence[Instruction]) -> dict[str, ArrayType]:
-    """The first array of each instruction's result, by name."""
     return {line.name: line.arrays[0] for line in lines if line.arrays}

@@ -89,7 +89,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_search_flags(command: argparse.ArgumentParser) -> None:
-    """Adds the flags for the choices and the length of the search."""
     command.add_argument("--routing", help="balanced, zipf:POWER or routing.json")
     command.add_argument(
         "--codecs", choices=("none", "hybrid", "strong"), help="preset whose codecs may be chosen"
@@ -339,7 +338,6 @@ def _write(
 
 
 def _print_fewer(result, topology, find, console: Console) -> None:
-    """Shows the best plan for half the nodes, a quarter, and so on."""
     from moejax.plan.price.terms import tokens_per_second
     from moejax.plan.report.tables import mesh_text
     from moejax.plan.search.search import nodes_text

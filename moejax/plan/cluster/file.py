@@ -256,7 +256,6 @@ def _link(part: JsonObject) -> Link:
 
 
 def _check_tiers(part: JsonObject, topology: Topology) -> None:
-    """Checks that tiers are listed fastest first."""
     for index, (fast, slow) in enumerate(zip(topology.tiers, topology.tiers[1:], strict=False)):
         if all(fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s for kind in KINDS):
             rates = [tier.links["all_to_all"].bytes_per_s for tier in (fast, slow)]

@@ -160,7 +160,6 @@ def _mesh(cfg: Config, sizes: Sizes, platform: str) -> list[Option]:
 
 
 def _stages(cfg: Config, sizes: Sizes) -> list[Option]:
-    """Returns layers and micro-batches of pipeline stages."""
     if sizes.stage == 1:
         return []
     kinds, repeats = layer_groups(cfg.model)[-1]
@@ -174,7 +173,6 @@ def _stages(cfg: Config, sizes: Sizes) -> list[Option]:
 
 
 def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
-    """Returns batch, sequence length and dtypes."""
     # The micro-batches of a pipeline are no accumulation there.
     steps = sizes.micro_batches if sizes.stage == 1 else 1
     share = sizes.batch / (sizes.devices * steps)
@@ -192,7 +190,6 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
 
 
 def _experts(cfg: Config, platform: str) -> list[Option]:
-    """Returns kernels of experts and attention, and whether tokens are dropped."""
     attention = {"tpu": "flash", "gpu": "cudnn_flash_te", "cpu": "dot_product"}[platform]
     options = [Option("attention", attention, ATTENTION[platform])]
     if platform == "gpu":
@@ -226,7 +223,6 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
-    """Returns the parts of the plan that the settings above leave out."""
     mesh, remat = cfg.mesh, cfg.model.remat
     folded = mesh.tensor > 1 and cfg.model.has_experts and mesh.expert_weights == "folded"
     rows = [

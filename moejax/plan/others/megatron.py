@@ -235,7 +235,6 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    """Returns the parts of the plan that the arguments above leave out."""
     mesh, remat = cfg.mesh, cfg.model.remat
     sharded = sizes.fsdp * sizes.expert > 1 and not _sharded_once(cfg, sizes)
     beside = "; it overlaps the exchange of one micro-batch with the products of another"

@@ -83,7 +83,6 @@ def _reasons(translation: Translation) -> Table:
 
 
 def _shortened(text: str) -> str:
-    """Returns the beginning of a text about where a cluster's rates come from."""
     return text if len(text) <= SOURCE_LETTERS else f"{text[:SOURCE_LETTERS].rstrip()} ..."
 
 

@@ -158,7 +158,6 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    """Returns the parts of the plan that the options above leave out."""
     remat, factor = cfg.model.remat, cfg.moe.capacity_factor
     hidden = sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "hidden"
     routed = has_exchange(cfg) and (cfg.route not in ("split", "duplicate") or sizes.tensor > 1)

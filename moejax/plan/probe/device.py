@@ -90,8 +90,6 @@ def probe_device(
 
 
 def _product(watch: Stopwatch, size: int, dtype: str) -> tuple[float, float]:
-    """Returns (FLOPs, FLOP/s) of a product of square matrices."""
-
     def start() -> Any:
         # Not a constant, whose product takes a GPU less power and so less time.
         x = jnp.sin(jnp.arange(size * size, dtype=jnp.float32)).reshape(size, size).astype(dtype)

@@ -214,8 +214,6 @@ def _of_seconds(
 def _beside(
     first: tuple[Callable, Callable], second: tuple[Callable, Callable]
 ) -> tuple[Callable, Callable]:
-    """Returns an operation that runs two independent ones."""
-
     def operate(both: Any) -> Any:
         return first[0](both[0]), second[0](both[1])
 

@@ -100,7 +100,6 @@ def probe(
 def _measure_device(
     watch: Stopwatch, devices: Sequence[Any], memory: int, effort: Effort, progress: ProgressFn
 ) -> Device:
-    """Measures the rates of a device, its program overhead and its oversubscription."""
     device = probe_device(
         watch,
         name=devices[0].device_kind,
@@ -174,7 +173,6 @@ def _with_pairs(
 
 
 def _slow_nodes(topology: Topology) -> list[str]:
-    """Returns a warning for each node that is slower than the others."""
     return [
         f"node {slow.node} ({slow.name}) is {slow.times_slower:.1f} times slower than usual: "
         f"{slow.bytes_per_s:.3g} bytes a second a device in its slower direction"

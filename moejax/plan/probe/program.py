@@ -80,7 +80,6 @@ def probe_program(watch: Stopwatch, device: Device) -> float:
 
 
 def _train_step(platform: str, device: Any) -> TrainStep:
-    """Builds the step of a model on one device."""
     mesh = dict.fromkeys(("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor"), 1)
     cfg = change(Config(plan=PlanConfig(mode="hand")), mesh | MODELS[platform])
     return build_step(cfg, build_mesh(build_layout(cfg.mesh), [device]), platform)

@@ -226,7 +226,6 @@ def _loop_name(trip: SimulatedStep, op: Op) -> str:
 
 
 def _about(op: Op) -> str:
-    """Returns a short description of an operation."""
     if op.body is not None:
         return "loop"
     collective = op.collective

@@ -175,7 +175,6 @@ def gain_text(result: SearchResult) -> str:
 
 
 def _is_as(plan: PricedPlan, other: PricedPlan) -> bool:
-    """Returns whether two plans differ by the pieces of reductions only, and neither is faster."""
     pieces = {"train.reduction_bytes": other.cfg.train.reduction_bytes}
     return change(plan.cfg, pieces) == other.cfg and same_time(plan, other)
 

@@ -178,7 +178,6 @@ class _Search:
         )
 
     def _check_found(self, meshes: int) -> None:
-        """Refuses if no plan fits."""
         if self._ranked():
             return
         peaks = [plan.peak.bytes for plan in self.priced.values()]
@@ -348,7 +347,6 @@ class _Search:
             best = self._best_of(best, neighbours(best.cfg))
 
     def _best_of(self, best: PricedPlan, configs: Iterable[Config]) -> PricedPlan:
-        """Returns the fastest of the best plan and the candidates."""
         for cfg in configs:
             if self.spent:
                 break

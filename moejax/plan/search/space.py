@@ -294,7 +294,6 @@ def _values(cfg: Config, limits: Limits, name: str, choices: tuple) -> tuple:
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yields every ordered factoring of a number into `parts` factors."""
     if parts == 1:
         yield (number,)
         return

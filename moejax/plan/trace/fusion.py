@@ -167,7 +167,6 @@ def _order(needs: dict[int, list[int]], wanted: Sequence[int]) -> list[int]:
 
 
 def _joined(own: list[Node], storage: Storage, used: set[int]) -> Op:
-    """Returns the operation that a group's nodes become."""
     inside = {value for node in own for value in node.writes}
     taken: dict[int, float] = {}
     for node in own:

@@ -59,22 +59,22 @@ class _Reader:
 
     def schedule(self, jaxpr: Any, scope: tuple[str, ...]) -> Schedule:
         """Returns the schedule of a jaxpr inside the named scopes, outermost first."""
-        values: dict[Any, int | None] = dict.fromkeys(jaxpr.constvars)
         inputs = [self.storage.new(_bytes(var.aval)) for var in jaxpr.invars]
-        values |= dict(zip(jaxpr.invars, inputs, strict=True))
-        outputs = self._run(jaxpr, values, scope)
+        outputs = self._run(jaxpr, inputs, scope)
         return fuse(self.nodes, self.storage, inputs, outputs)
 
-    def _run(self, jaxpr: Any, values: dict[Any, int | None], scope: tuple[str, ...]) -> list:
+    def _run(self, jaxpr: Any, operands: Sequence[int | None], scope: tuple[str, ...]) -> list:
         """Walks the equations; returns the values of the jaxpr's results."""
+        values: dict[Any, int | None] = dict.fromkeys(jaxpr.constvars)
+        values |= dict(zip(jaxpr.invars, operands, strict=True))
 
         def value_of(atom: Any) -> int | None:
             return None if hasattr(atom, "val") else values[atom]
 
         for eqn in jaxpr.eqns:
             inside = scope + _scope_names(eqn)
-            operands = [value_of(atom) for atom in eqn.invars]
-            results = self._equation(eqn, operands, inside)
+            read = [value_of(atom) for atom in eqn.invars]
+            results = self._equation(eqn, read, inside)
             values.update(zip(eqn.outvars, results, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
@@ -91,7 +91,7 @@ class _Reader:
         if name == "while":
             return self._while(eqn, operands, scope)
         if name == "cond":
-            return self._inline(self._branch(eqn), operands[1:], scope)
+            return self._run(opened(self._branch(eqn)), operands[1:], scope)
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
@@ -103,7 +103,7 @@ class _Reader:
                 for value, var in zip(operands, inner_jaxprs(eqn)[0].invars, strict=True):
                     if value is not None:
                         self.storage.resize(value, _bytes(var.aval))
-            return self._inline(inner_jaxprs(eqn)[0], operands, scope)
+            return self._run(opened(inner_jaxprs(eqn)[0]), operands, scope)
         if any(map(communicates, inner_jaxprs(eqn))):
             raise NotImplementedError(f"the planner cannot read collectives inside {name}")
         if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
@@ -124,12 +124,6 @@ class _Reader:
         if name in REDUCTIONS:
             computed["reduced"] = float(eqn.invars[0].aval.size)
         return self._add("region", eqn, operands, scope, **computed)
-
-    def _inline(self, jaxpr: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
-        inner = opened(jaxpr)
-        values: dict[Any, int | None] = dict.fromkeys(inner.constvars)
-        values |= dict(zip(inner.invars, operands, strict=True))
-        return self._run(inner, values, scope)
 
     def _add(
         self,
@@ -275,7 +269,6 @@ def _labels(scope: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def _reads(values: Iterable[int | None]) -> tuple[tuple[int, float | None], ...]:
-    """Returns reads of whole values."""
     return tuple((value, None) for value in _present(values))
 
 
