@@ -159,24 +159,6 @@ def test_each_remat_step_keeps_more_products_from_being_computed_again():
     assert executed["attention"][0] < executed["token_collectives"][0] < executed["full"][0]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", [(1, 2, 2, 2), (2, 1, 4, 1)])
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_an_unrolled_model_does_the_same_work(mesh, scan_layers):
-    cfg = small_config(mesh, model={"num_layers": 3, "scan_layers": scan_layers})
-    found = schedule_of(cfg)
-    counted = Counter()
-    for op, times in walk(found):
-        counted[op.kind, op.scope] += times
-    other = schedule_of(small_config(mesh, model={"num_layers": 3, "scan_layers": not scan_layers}))
-    assert flops(found) == flops(other)
-    assert sum(n for (kind, _), n in counted.items() if kind == "collective") == sum(
-        one.calls
-        for one in [op.collective for op, n in walk(other) for _ in range(n)]
-        if one is not None
-    )
-
-
 def test_loops_run_their_trips_times_the_iterations_of_one():
     """A loop of 2 trips with 3 iterations in each runs its operation 6 times; nested, 12 times."""
     sent = Collective("all_to_all", ("expert",), "float32", 8, 1)
