@@ -121,16 +121,8 @@ class _Reader:
     @cached_property
     def runs(self) -> dict[str, int]:
         """Number of runs in a step of each computation whose instructions are kernels."""
-        total: dict[str, int] = {}
-        waiting = [(self.text.entry, 1)]
-        while waiting:
-            name, times = waiting.pop()
-            total[name] = total.get(name, 0) + times
-            for line in self.text.computations.get(name, []):
-                if line.op in ("while", "conditional", "call") or self._starts_others(line):
-                    inner = times * (line.trips if line.op == "while" else 1)
-                    waiting += [(called, inner) for called in line.called]
-        return total
+        flow = ("while", "conditional", "call")
+        return self.text.runs(lambda line: line.op in flow or self._starts_others(line))
 
     def _starts_others(self, line: Instruction) -> bool:
         return line.op in ("async-start", "call-start") and self.text.issued(line) is None

@@ -9,6 +9,7 @@ import platform
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -123,17 +124,14 @@ def _probe_tiers(
     count = nodes.sizes[0]
     seconds = effort.seconds / (2 if count > 1 else 1)
 
-    def tier(axis: str, name: str) -> Tier:
-        return probe_tier(
-            watch,
-            axis,
-            name,
-            oversubscription=oversubscription,
-            seconds=seconds,
-            quick=effort.quick,
-            progress=progress,
-        )
-
+    tier = partial(
+        probe_tier,
+        watch,
+        oversubscription=oversubscription,
+        seconds=seconds,
+        quick=effort.quick,
+        progress=progress,
+    )
     fast = tier(AXES[1], inside)
     if count == 1:
         return (fast,), []

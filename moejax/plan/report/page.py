@@ -228,14 +228,10 @@ def _loop_name(trip: SimulatedStep, op: Op) -> str:
 def _about(op: Op) -> str:
     if op.body is not None:
         return "loop"
-    collective = op.collective
-    what = (
-        f"{op.kind} {op.dtype}".strip()
-        if collective is None
-        else f"{collective.kind} of {collective.dtype}"
-    )
-    over = f" over {', '.join(collective.axes)}" if collective is not None else ""
-    return f"{what}{over}{', backward' if op.backward else ''}"
+    what, sent = f"{op.kind} {op.dtype}".strip(), op.collective
+    if sent is not None:
+        what = f"{sent.kind} of {sent.dtype} over {', '.join(sent.axes)}"
+    return f"{what}{', backward' if op.backward else ''}"
 
 
 def _short(value: float) -> float:
