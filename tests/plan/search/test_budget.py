@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moejax.config.checks.planned import pinned
-from moejax.config.schema import PlanConfig
 from moejax.errors import InputError
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.report.tables import print_ranked
@@ -22,15 +20,7 @@ from moejax.plan.search import search as searching
 from moejax.plan.search.budget import CAP_SECONDS, TRACES, Budget, default_budget
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
-from moejax.plan.search.space import Limits
-from tests.cases import small_config
-from tests.plan.clusters import cluster
-
-
-def model():
-    shapes = {"vocab_size": 264, "mlp_hidden": 384}
-    cfg = small_config(model=shapes, train={"batch_sequences": 32})
-    return dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
+from tests.plan.clusters import cluster, limits_of, to_plan
 
 
 @dataclasses.dataclass
@@ -53,8 +43,8 @@ def look(times, traces=12, cap=120.0):
         rough = 1 + zlib.crc32(repr(cfg).encode()) / 2**32  # what an estimate does not see
         return Estimated(cfg, rough * estimate.seconds(), peak)
 
-    cfg, there = model(), cluster(slow=1e6)
-    how = Limits(there.devices, there.nodes, "cpu", "hybrid", pinned(cfg))
+    cfg, there = to_plan(), cluster(slow=1e6)
+    how = limits_of(cfg, there, codecs="hybrid")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moejax.plan.search.search.trace_config", lambda cfg, *_: cfg)
         patch.setattr("moejax.plan.search.search.price", price)

@@ -11,7 +11,7 @@ from moejax.config.checks import resolve_mesh
 from moejax.config.checks.planned import CHOSEN, CODECS, is_planned, pinned
 from moejax.config.compression import PRESETS
 from moejax.config.fields import change, get_value
-from moejax.config.schema import CompressionConfig, Config, PlanConfig
+from moejax.config.schema import CompressionConfig, Config
 from moejax.errors import InputError
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
@@ -23,27 +23,18 @@ from moejax.plan.search.file import load_plan, plan_from, save_plan
 from moejax.plan.search.search import _Search, search, space, why_none
 from moejax.plan.search.space import Limits
 from tests.cases import small_config
-from tests.plan.clusters import cluster
+from tests.plan.clusters import cluster, limits_of, to_plan
 
 
-def model(**changes) -> Config:
-    shapes = {"vocab_size": 264, "mlp_hidden": 384} | changes.pop("model", {})
+def model(model=None, **moe) -> Config:
     # With a capacity a step has one branch, and is traced in half the time.
-    experts = {"capacity_factor": 1.25} | changes.pop("moe", {})
-    cfg = small_config(model=shapes, moe=experts, train={"batch_sequences": 32}, **changes)
-    return dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
-
-
-def limits(cfg, topology, **changes):
-    device = topology.device
-    base = Limits(topology.devices, topology.nodes, device.platform, pinned=pinned(cfg))
-    return dataclasses.replace(base, **changes)
+    return to_plan(model=model, moe={"capacity_factor": 1.25} | moe)
 
 
 def found_for(cfg, topology, *free, traces=1000, rules=False, **changes):
     """A search that may choose only what is named, so that it is short and always whole."""
     how = read_expert_load("balanced", cfg.moe.num_experts)
-    bound = limits(cfg, topology, pinned=frozenset(CHOSEN) - set(free), **changes)
+    bound = limits_of(cfg, topology, pinned=frozenset(CHOSEN) - set(free), **changes)
     with pytest.MonkeyPatch.context() as patch:
         if not rules:
             patch.setattr(space, "rules", lambda *_: {})
@@ -58,7 +49,7 @@ def found():
 
 def test_every_mesh_is_a_mesh():
     cfg, topology = model(), cluster()
-    found = list(space.meshes(cfg, limits(cfg, topology)))
+    found = list(space.meshes(cfg, limits_of(cfg, topology)))
     assert len(found) == len(set(found)) > 20
     for one in found:
         assert resolve_mesh(one, 8, "cpu") == one
@@ -68,15 +59,15 @@ def test_every_mesh_is_a_mesh():
 def test_what_is_pinned_stays():
     cfg = change(model(), {"mesh.tensor": 2, "mesh.activations": "replicated"})
     topology = cluster()
-    for one in space.meshes(cfg, limits(cfg, topology)):
+    for one in space.meshes(cfg, limits_of(cfg, topology)):
         assert (one.mesh.tensor, one.mesh.activations) == (2, "replicated")
     assert pinned(cfg) == {"mesh.tensor", "mesh.activations"}
 
 
 def test_exchanges_obey_the_rules_of_routes():
     cfg, topology = model(), cluster()
-    one = next(m for m in space.meshes(cfg, limits(cfg, topology)) if m.mesh.expert == 8)
-    names = {other.route for other in space.exchanges(one, limits(cfg, topology))}
+    one = next(m for m in space.meshes(cfg, limits_of(cfg, topology)) if m.mesh.expert == 8)
+    names = {other.route for other in space.exchanges(one, limits_of(cfg, topology))}
     assert {"merge", "two_level", "two_level_merge"} <= names
     assert "duplicate" not in names  # there is no tensor axis
 
@@ -120,9 +111,9 @@ def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
     found = found_for(cfg, cluster(slow=1e6), "mesh.gather_dense")
     assert found.traced == 2
     assert [one.cfg.mesh.gather_dense for one in found.ranked] == ["step", "use"]
-    copies = space.resolve(change(model(), {"mesh.replica": 8}), limits(model(), cluster()))
+    copies = space.resolve(change(model(), {"mesh.replica": 8}), limits_of(model(), cluster()))
     assert copies is not None
-    assert list(space.gathers(copies, limits(model(), cluster()))) == []
+    assert list(space.gathers(copies, limits_of(model(), cluster()))) == []
 
 
 @pytest.mark.slow
@@ -137,16 +128,16 @@ def test_weights_cross_slow_links_as_seldom_as_pays():
     peaks = [one.peak.bytes for one in found.ranked]
     assert min(peaks[:2]) > max(peaks[2:])  # half of the weights are kept
     inside = change(model(), {"mesh.replica": 2, "mesh.fsdp": 4})
-    alone = space.resolve(inside, limits(cfg, cluster()))
+    alone = space.resolve(inside, limits_of(cfg, cluster()))
     assert alone is not None
-    fixed = limits(alone, cluster(), pinned=frozenset({"mesh.gather_dense"}))
+    fixed = limits_of(alone, cluster(), pinned=frozenset({"mesh.gather_dense"}))
     assert list(space.gathers(alone, fixed)) == []
 
 
 @pytest.mark.slow
 def test_small_buckets_are_larger_where_rounds_cost_more():
     """Of 64 tokens with two choices 16 are for each device, and 20 fit: one has more, mostly."""
-    cfg = change(model(moe={"capacity_factor": None}), {"mesh.replica": 1, "mesh.expert": 8})
+    cfg = change(model(capacity_factor=None), {"mesh.replica": 1, "mesh.expert": 8})
     found = found_for(cfg, cluster(slow=1e6), "moe.headroom")
     by_headroom = {one.cfg.moe.headroom: one.seconds for one in found.ranked}
     assert sorted(by_headroom) == [1.25, 1.5, 2.0, 3.0]
@@ -159,7 +150,7 @@ def test_small_buckets_are_larger_where_rounds_cost_more():
 
 def test_chunks_are_doubled_as_far_as_they_may_be():
     cfg, topology = model(), cluster()
-    free = limits(cfg, topology)
+    free = limits_of(cfg, topology)
     one = space.resolve(change(cfg, {"mesh.expert": 8}), free)
 
     def chunks(start, **changes):
@@ -178,7 +169,7 @@ def test_a_slow_network_is_avoided():
     """Experts are small and tokens many, or the other way round: what crosses nodes follows."""
     free, crossing = ("mesh.replica", "mesh.expert"), []
     for hidden, batch in ((4, 512), (2048, 32)):
-        cfg = model(moe={"expert_hidden": hidden, "num_experts": 16})
+        cfg = model(expert_hidden=hidden, num_experts=16)
         cfg = change(cfg, {"train.batch_sequences": batch})
         best = found_for(cfg, cluster(slow=1e5, startup=1e-6), *free).ranked[0]
         sent = best.main.totals.bytes_sent
@@ -217,7 +208,7 @@ def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
 def test_a_model_that_fits_only_where_all_is_sharded_is_planned(monkeypatch):
     """Estimates that find room everywhere, and replicas fastest, show two meshes that are alike."""
     memory = ("train.micro_batches", "model.remat")
-    cfg = model(moe={"expert_hidden": 2048})
+    cfg = model(expert_hidden=2048)
     sharded = change(cfg, {"mesh.replica": 1, "mesh.fsdp": 8})
     smallest = found_for(sharded, cluster(), *memory).ranked[0]
     monkeypatch.setattr(Estimate, "bytes", lambda estimate: 0.0)
@@ -229,8 +220,8 @@ def test_a_model_that_fits_only_where_all_is_sharded_is_planned(monkeypatch):
 
 def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
     """One that is fast until it is made lighter comes after one that need not be."""
-    cfg, there = model(moe={"expert_hidden": 2048}), cluster(memory=20_000_000)
-    how = dataclasses.replace(limits(cfg, there), pinned=frozenset())
+    cfg, there = model(expert_hidden=2048), cluster(memory=20_000_000)
+    how = dataclasses.replace(limits_of(cfg, there), pinned=frozenset())
     meshes = [Estimate(mesh, there) for mesh in space.meshes(cfg, how)]
     searching = _Search(cfg, there, how, read_expert_load("balanced", 8), Budget(1000, 1e6), print)
     tried = [Estimate(mesh, there) for mesh in searching._promising(meshes)]
@@ -291,11 +282,11 @@ def test_rules_are_priced_beside_the_plans_whatever_is_pinned(found):
 
 @pytest.mark.slow
 def test_skew_costs_what_a_plan_exchanges():
-    dropless, routings = model(moe={"capacity_factor": None}), ("balanced", "zipf:1.5")
+    dropless, routings = model(capacity_factor=None), ("balanced", "zipf:1.5")
     seconds = []
     for sizes in ((1, 1, 1, 8, 1), (1, 8, 1, 1, 1)):
         cfg = change(dropless, dict(zip(space.MESH, sizes, strict=True)))
-        step = trace_config(space.resolve(cfg, limits(cfg, cluster())), "cpu")
+        step = trace_config(space.resolve(cfg, limits_of(cfg, cluster())), "cpu")
         seconds.append([price(step, cluster(), read_expert_load(r, 8)).seconds for r in routings])
     assert seconds[0][1] > seconds[0][0]
     # Where every device has all experts, nothing is exchanged and nothing waits.
@@ -343,7 +334,7 @@ def test_every_traced_plan_that_does_not_fit_is_counted(monkeypatch):
     monkeypatch.setattr(module, "trace_config", lambda *_: None)
     monkeypatch.setattr(module, "price", lambda *_: large)
     how = read_expert_load("balanced", cfg.moe.num_experts)
-    one = _Search(cfg, topology, limits(cfg, topology), how, Budget(9, 9.0), lambda _: None)
+    one = _Search(cfg, topology, limits_of(cfg, topology), how, Budget(9, 9.0), lambda _: None)
     one._price(cfg)
     assert one.too_large == 1
 
