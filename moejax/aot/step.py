@@ -235,7 +235,7 @@ def update_bytes(train_step: TrainStep, step: CompiledStep, options: Options | N
     return step.temporary_bytes - gradients
 
 
-def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> dict:
+def other_peaks(train_step: TrainStep, step: CompiledStep) -> dict[str, int]:
     """Returns the peak bytes of evaluation and sampling, with the whole state on the device.
 
     The compiler drops arguments that these programs do not read; the device holds them all the
@@ -247,7 +247,7 @@ def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | No
     }
     peaks = {}
     for name, function in lowered.items():
-        memory = function.compile(compiler_options=options).memory_analysis()
+        memory = function.compile().memory_analysis()
         unread = step.argument_bytes - memory.argument_size_in_bytes
         peaks[name] = memory.peak_memory_in_bytes + unread
     return peaks

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 COMPUTE = "compute"
 
@@ -60,30 +59,23 @@ class Timeline:
         Where communication slows compute, the time lost is split by the shares it takes. So the
         seconds of all compute tasks plus the exposed ones are the seconds of the schedule.
         """
-        blame: dict[str, float] = {}
-        running: dict[int, None] = {}
-        before = 0.0
-        for now, ends, starts in self._changes():
-            for name, share in self._waited_for(running):
-                blame[name] = blame.get(name, 0.0) + share * (now - before)
-            before = now
-            for task_id in ends:
-                running.pop(task_id, None)
-            running.update(dict.fromkeys(starts))
-        return blame
-
-    def _changes(self) -> list[tuple[float, list[int], list[int]]]:
-        """Returns the instants at which tasks of more than zero seconds end or start."""
-        moments = []
+        moments = []  # (when, whether the task starts, task); ends come first
         for task_id, (start, end) in enumerate(zip(self.start_s, self.end_s, strict=True)):
             if end > start:
                 moments += [(start, True, task_id), (end, False, task_id)]
-        changes = []
-        for now, group in groupby(sorted(moments), key=lambda moment: moment[0]):
-            here = list(group)
-            ends = [task_id for _, starts, task_id in here if not starts]
-            changes.append((now, ends, [task_id for _, starts, task_id in here if starts]))
-        return changes
+        blame: dict[str, float] = {}
+        running: dict[int, None] = {}
+        before = 0.0
+        for now, starts, task_id in sorted(moments):
+            if now > before:
+                for name, share in self._waited_for(running):
+                    blame[name] = blame.get(name, 0.0) + share * (now - before)
+            before = now
+            if starts:
+                running[task_id] = None
+            else:
+                del running[task_id]
+        return blame
 
     def _waited_for(self, running: Iterable[int]) -> list[tuple[str, float]]:
         """Returns (name, share of the time) of running communication that compute waits for."""

@@ -297,17 +297,16 @@ class _Search:
                     return resolved
         return None
 
-    def _try(self, cfg: Config) -> PricedPlan | None:
-        """Traces and prices a plan; if it does not fit, a lighter plan of the same mesh."""
+    def _try(self, cfg: Config) -> None:
+        """Traces and prices a plan; if it does not fit, lighter plans of the same mesh."""
         plan = self._price(cfg)
         for _ in range(3):
             if plan is None or self._fits(plan):
-                return plan
+                return
             lighter = self._lighter(plan.cfg, plan)
             if lighter is None or self.spent:
-                return None
+                return
             plan = self._price(lighter)
-        return None
 
     def _price(self, cfg: Config) -> PricedPlan | None:
         if cfg in self.priced:
