@@ -82,12 +82,7 @@ REMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 
 def to_maxtext(cfg: Config, platform: str) -> Translation:
-    """Returns the nearest settings of MaxText.
-
-    Args:
-      cfg: a plan's resolved config.
-      platform: platform of the cluster: cpu, gpu or tpu.
-    """
+    """Returns the nearest settings of MaxText for a plan's resolved config."""
     sizes = sizes_of(cfg)
     options = [
         *_model(cfg),

@@ -69,10 +69,9 @@ LEVELS = ("merge", "two_level", "two_level_merge")  # routes that its flex dispa
 
 
 def to_megatron(cfg: Config, node_devices: int) -> Translation:
-    """Returns the nearest arguments of Megatron-LM.
+    """Returns the nearest arguments of Megatron-LM for a plan's resolved config.
 
     Args:
-      cfg: a plan's resolved config.
       node_devices: devices that the fastest links join.
     """
     sizes = sizes_of(cfg)

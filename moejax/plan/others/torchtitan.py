@@ -52,11 +52,7 @@ KEEPS_WEIGHTS = ("none", "collectives")
 
 
 def to_torchtitan(cfg: Config) -> Translation:
-    """Returns the nearest options of torchtitan.
-
-    Args:
-      cfg: a plan's resolved config.
-    """
+    """Returns the nearest options of torchtitan for a plan's resolved config."""
     sizes = sizes_of(cfg)
     return Translation(
         trainer="torchtitan",

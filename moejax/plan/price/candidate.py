@@ -62,7 +62,6 @@ class PricedPlan:
     """A plan with its predicted time and memory. Seconds of a step, bytes of one device.
 
     Attributes:
-      traced: the traced step and evaluation.
       parts: (share of the expert layers, the step if all layers were like these).
       steps: peak memory of a step.
       evaluation: peak memory of evaluation. Sampling needs no more.

@@ -30,12 +30,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of each task, in seconds from the beginning.
-
-    Attributes:
-      tasks: the simulated tasks.
-      start_s, end_s: start and end of each task.
-    """
+    """Start and end of each task, in seconds from the beginning."""
 
     tasks: Sequence[Task]
     start_s: Sequence[float]

@@ -46,10 +46,8 @@ class SearchResult:
       ranked: plans that fit: the chosen one, which is the plainest of the equally fast, then the
         others, fastest first.
       meshes: number of valid meshes.
-      traced: number of traced programs.
       too_large: number of traced plans that need too much memory.
       memory_budget: bytes of a device that a plan may use.
-      seconds: time of the search.
       cut: one line about the time cap if it ended the search; None: another search finds the same.
       rules: plans of `space.RULES`, fastest first, each made lighter until it fits; those that
         cannot fit stand at the end.

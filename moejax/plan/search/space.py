@@ -46,8 +46,6 @@ class Limits:
     """The limits of a search.
 
     Attributes:
-      devices: number of devices.
-      nodes: number of nodes.
       platform: "cpu", "gpu" or "tpu".
       codecs: preset whose codecs may be chosen, class by class: none, hybrid or strong.
       pinned: settings that keep their values.
