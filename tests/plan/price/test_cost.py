@@ -22,6 +22,13 @@ def costs(mesh=(1, 1, 8, 1), nodes=2, fill=None, **options):
     return Costs(cluster(nodes=nodes, **options), layout, fill or BucketFill())
 
 
+def on(priced, **device):
+    """The same on a device with other rates."""
+    topology = priced.topology
+    topology = dataclasses.replace(topology, device=dataclasses.replace(topology.device, **device))
+    return Costs(topology, priced.layout, priced.fill)
+
+
 def all_to_all(size, axes=("expert_slow", "expert_fast")):
     one = Collective("all_to_all", axes, "float32", size, 1, "dispatch")
     return Op("collective", collective=one)
@@ -66,8 +73,7 @@ def test_a_single_operation_costs_what_it_does_by_hand(op, share, seconds):
 def test_a_program_takes_longer_than_its_operations_and_links_do_not():
     ops = (Op("product", scope="experts", flops=1e9, dtype="float32"), all_to_all(1_000_000))
     alone = costs(platform="gpu")
-    device = dataclasses.replace(alone.topology.device, program_overhead=3.0)
-    slower = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.fill)
+    slower = on(alone, program_overhead=3.0)
     for op, times in zip(ops, (3, 1), strict=True):
         before, after = (simulate_step(Schedule((op,), ()), one).seconds for one in (alone, slower))
         assert after == pytest.approx(times * before)
@@ -80,8 +86,7 @@ def test_devices_that_take_turns_send_while_others_compute(size):
 
     work = Op("product", scope="experts", flops=5e8, dtype="float32")
     alone = costs()
-    device = dataclasses.replace(alone.topology.device, oversubscription=4.0)
-    waiting = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.fill)
+    waiting = on(alone, oversubscription=4.0)
     both = Schedule((work, after(0, size, "expert_slow")), ())
     sending = simulate_step(Schedule((all_to_all(size, ("expert_slow",)),), ()), alone).seconds
     computing = simulate_step(both, alone).seconds - sending
@@ -149,18 +154,14 @@ def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time
     def seconds(rows, moved=0.0):
         cost = {"flops": 1e7 * rows, "dtype": "float32", "scales_with_fill": True, "bytes": moved}
         op = Op("product", scope="experts", blocks=(rows, 2), **cost)
-        return Costs(topology, priced.layout, priced.fill).compute(op, 0.8)
+        return priced.compute(op, 0.8)
 
-    priced = costs()
-    device = dataclasses.replace(
-        priced.topology.device, products={"float32": ((1.0, 1e10),)}, startup_s=0.0
-    )
-    topology = dataclasses.replace(priced.topology, device=device)
+    priced = on(costs(), products={"float32": ((1.0, 1e10),)}, startup_s=0.0)
     # An expert's rows, one standard deviation below, at and above the mean of 512, take blocks of
     # 512, 512 and 512 + 64; of 64 they take 64, 64 and 128.
     assert seconds(1280) == pytest.approx(2 * (512 + 512 + 576) / 3 * 1e-3)
     assert seconds(160) == pytest.approx(2 * (64 + 64 + 128) / 3 * 1e-3)
-    assert seconds(160, 1e8) - seconds(160) == pytest.approx(1e8 / device.copy_bytes_per_s)
+    assert seconds(160, 1e8) - seconds(160) == pytest.approx(1e8 / priced.device.copy_bytes_per_s)
 
 
 def test_on_cpu_collectives_go_one_by_one_and_take_compute_with_them():

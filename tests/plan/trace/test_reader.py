@@ -15,7 +15,7 @@ from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_qu
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.plan.trace.reader import collectives, read
-from moejax.plan.trace.schedule import Collective, Op, Schedule, collectives_of, walk
+from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collectives_of, walk
 from moejax.step.train_step import build_step
 from tests.cases import small_config, step_for
 
@@ -176,24 +176,10 @@ def test_loops_run_their_trips_times_the_iterations_of_one():
 @pytest.mark.slow
 def test_every_class_of_traffic_is_named():
     cfg = small_config((2, 1, 2, 2))
-    named = {one.traffic for one in _collectives(cfg)}
-    assert named >= {
-        "dense_gradient",
-        "expert_gradient",
-        "dispatch",
-        "combine",
-        "dispatch_backward",
-        "combine_backward",
-        "activations",
-        "routing",
-        "loss",
-    }
-    fsdp = {one.traffic for one in _collectives(small_config((1, 4, 2, 1)))}
-    assert "weights" in fsdp
-
-
-def _collectives(cfg):
-    return [op.collective for op, _ in walk(schedule_of(cfg)) if op.collective is not None]
+    named = {one.traffic for one in collectives_of(schedule_of(cfg))}
+    assert named >= set(TRAFFIC) - {"weights", "stage", "stage_gradient", "update"}
+    sharded = schedule_of(small_config((1, 4, 2, 1)))
+    assert "weights" in {one.traffic for one in collectives_of(sharded)}
 
 
 @pytest.mark.slow
@@ -205,12 +191,9 @@ def test_all_devices_agree_on_numbers_three_times_a_step(layers):
         (2, 1, 2, 2), model={"num_layers": layers}, moe={"capacity_factor": 1.0}, router=router
     )
     small = [
-        (op.collective.traffic, times)
-        for op, times in walk(schedule_of(cfg))
-        if op.collective is not None
-        and op.collective.kind == "all_reduce"
-        and len(op.collective.axes) >= 3
-        and op.collective.traffic != "dense_gradient"
+        (one.traffic, one.calls)
+        for one in collectives_of(schedule_of(cfg))
+        if one.kind == "all_reduce" and len(one.axes) >= 3 and one.traffic != "dense_gradient"
     ]
     assert small == [("", 1), ("loss", 1), ("update", 1)]
 
@@ -219,9 +202,8 @@ def test_tokens_classes_are_of_equal_size_both_ways():
     """But for one number of each row, which goes back with the gradients of results."""
     sizes = Counter()
     cfg = small_config((1, 1, 8, 1), moe={"capacity_factor": 1.0})
-    for op, times in walk(schedule_of(cfg)):
-        if op.collective is not None:
-            sizes[op.collective.traffic] += op.collective.bytes * times
+    for one in collectives_of(schedule_of(cfg)):
+        sizes[one.traffic] += one.bytes * one.calls
     assert sizes["dispatch"] == sizes["combine"] == sizes["dispatch_backward"] > 0
     numbers = sizes["dispatch"] / cfg.model.width
     assert sizes["combine_backward"] == sizes["dispatch"] + numbers
