@@ -220,18 +220,13 @@ def _remat(cfg: Config) -> list[Option]:
 def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
     mesh, remat = cfg.mesh, cfg.model.remat
     folded = mesh.tensor > 1 and cfg.model.has_experts and mesh.expert_weights == "folded"
+    spread = "experts spread over (expert, tensor), each whole on one device (folded)"
+    several, borders = platform == "cpu" and sizes.nodes > 1, "axes split at the borders of nodes"
+    order, kept = f"the schedule {mesh.schedule}", "gathered weights kept for backward"
     rows = [
         whole_experts(cfg, "shards their hidden width over the tensor axis"),
-        (
-            folded,
-            "experts spread over (expert, tensor), each whole on one device (folded)",
-            "spreads them over expert, their hidden width over tensor",
-        ),
-        (
-            platform == "cpu" and sizes.nodes > 1,
-            "axes split at the borders of nodes",
-            "counts one slice on CPUs",
-        ),
+        (folded, spread, "spreads them over expert, their hidden width over tensor"),
+        (several, borders, "counts one slice on CPUs"),
         in_chunks(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)"),
         _route(cfg),
         trimmed(cfg),
@@ -239,45 +234,30 @@ def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
         dense_once(cfg, "gathers and reduces at each use, in each micro-batch"),
         in_pieces(cfg, "leaves the size of reductions to XLA"),
     ]
-    kept = [
+    last = [
         slices(cfg),
-        (
-            mesh.stage > 1,
-            f"the schedule {mesh.schedule}",
-            "runs all forward passes first, so keeps more",
-        ),
+        (mesh.stage > 1, order, "runs all forward passes first, so keeps more"),
         (remat == "none", "no recomputation", "recomputes what lies between matrix products"),
-        (
-            remat == "collectives",
-            "gathered weights kept for backward",
-            "gathers them again",
-        ),
+        (remat == "collectives", kept, "gathers them again"),
     ]
-    return [*_model_gaps(cfg), *there(rows), *codec_gaps(cfg), *there(kept)]
+    return [*_model_gaps(cfg), *there(rows), *codec_gaps(cfg), *there(last)]
 
 
 def _model_gaps(cfg: Config) -> list[Gap]:
     if shape_of(cfg) in MAXTEXT:
         return []
     model, moe = cfg.model, cfg.moe
-    rows = [
-        (
-            True,
-            "a model of this shape by name",
-            "has no file of it: choose decoder_block, and check norms, rotary positions, router",
-        ),
-        (
-            model.has_experts and bool(model.layer_mlps or model.moe_every != 1),
-            "dense blocks between those with experts",
-            "has dense blocks at the start: set the others by hand",
-        ),
-        (
-            moe.shared_width % moe.expert_hidden > 0,
-            f"shared experts of width {moe.shared_width}",
-            "has shared experts of an expert's width",
-        ),
-    ]
-    return there(rows)
+    mixed = model.has_experts and bool(model.layer_mlps or model.moe_every != 1)
+    dense, shared = "dense blocks between those with experts", moe.shared_width
+    instead = "has no file of it: choose decoder_block, and check norms, rotary positions, router"
+    other = shared % moe.expert_hidden > 0
+    return there(
+        [
+            (True, "a model of this shape by name", instead),
+            (mixed, dense, "has dense blocks at the start: set the others by hand"),
+            (other, f"shared experts of width {shared}", "has shared experts of an expert's width"),
+        ]
+    )
 
 
 def _route(cfg: Config) -> Row:

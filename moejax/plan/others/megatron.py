@@ -106,13 +106,10 @@ def _expert_sizes(cfg: Config, sizes: Sizes) -> tuple[int, int]:
 
 def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
     ranks = f"replica {sizes.replica} x fsdp {sizes.fsdp} x expert {sizes.expert}"
+    stages = f"{stages_text(cfg)}; the rest is data parallel: {ranks}"
     options = [
         Option("tensor-model-parallel-size", sizes.tensor, f"tensor {sizes.tensor}"),
-        Option(
-            "pipeline-model-parallel-size",
-            sizes.stage,
-            f"{stages_text(cfg)}; the rest is data parallel: {ranks}",
-        ),
+        Option("pipeline-model-parallel-size", sizes.stage, stages),
         Option("context-parallel-size", 1, "sequences stay whole"),
     ]
     if sizes.stage > 1 and cfg.model.stage_chunks > 1:
@@ -236,36 +233,29 @@ def _remat(cfg: Config) -> list[Option]:
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     mesh, remat = cfg.mesh, cfg.model.remat
     sharded = sizes.fsdp * sizes.expert > 1 and not _sharded_once(cfg, sizes)
+    once = "dense weights gathered once a step, experts' at each use"
+    whole = sizes.tensor > 1 and mesh.activations != "sequence" and cfg.model.has_experts
     beside = "; it overlaps the exchange of one micro-batch with the products of another"
+    combined = mesh.stage > 1 and mesh.schedule == "combined_1f1b"
+    turns = "layers forward and backward in turns, for their exchanges"
+    plain = "is written as 1F1B; see its --overlap-moe-expert-parallel-comm"
     rows = [
-        (
-            sharded and mesh.gather_dense == "step",
-            "dense weights gathered once a step, experts' at each use",
-            "gathers all of them at each use",
-        ),
+        (sharded and mesh.gather_dense == "step", once, "gathers all of them at each use"),
         whole_experts(cfg, "has copies too, but on groups of neighbouring devices"),
-        (
-            sizes.tensor > 1 and mesh.activations != "sequence" and cfg.model.has_experts,
-            "whole activations on each tensor rank",
-            "shards them by sequence",
-        ),
+        (whole, "whole activations on each tensor rank", "shards them by sequence"),
         in_chunks(cfg, f"exchanges all tokens at once{beside * _overlaps(cfg)}"),
         _route(cfg),
         trimmed(cfg),
         across_first(cfg),
         in_pieces(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)"),
     ]
-    kept = [
+    last = [
         spread_ends(cfg),
         slices(cfg),
-        (
-            mesh.stage > 1 and mesh.schedule == "combined_1f1b",
-            "layers forward and backward in turns, for their exchanges",
-            "is written as 1F1B; see its --overlap-moe-expert-parallel-comm",
-        ),
+        (combined, turns, plain),
         (remat in RECOMPUTED, f"the values that remat {remat} keeps", RECOMPUTED.get(remat, "")),
     ]
-    return [*model_gaps(cfg), *there(rows), *codec_gaps(cfg), *there(kept)]
+    return [*model_gaps(cfg), *there(rows), *codec_gaps(cfg), *there(last)]
 
 
 def _route(cfg: Config) -> Row:

@@ -85,38 +85,31 @@ def expert_degree(cfg: Config, sizes: Sizes) -> int:
 
 
 def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
-    shard = sizes.fsdp * sizes.expert
-    reshard = "never" if cfg.model.remat in KEEPS_WEIGHTS else "always"
-    again = "kept for backward" if reshard == "never" else "gathered again in backward"
+    keeps = cfg.model.remat in KEEPS_WEIGHTS
+    again = "kept for backward" if keeps else "gathered again in backward"
+    kept = f"remat {cfg.model.remat}: gathered weights are {again}"
+    over = f"fsdp {sizes.fsdp} x expert {sizes.expert} shard dense weights"
+    stages, chunks = stages_text(cfg), cfg.model.stage_chunks
     options = [
         ("data_parallel_replicate_degree", sizes.replica, f"replica {sizes.replica}"),
-        (
-            "data_parallel_shard_degree",
-            shard,
-            f"fsdp {sizes.fsdp} x expert {sizes.expert} shard dense weights",
-        ),
-        (
-            "fsdp_reshard_after_forward",
-            reshard,
-            f"remat {cfg.model.remat}: gathered weights are {again}",
-        ),
+        ("data_parallel_shard_degree", sizes.fsdp * sizes.expert, over),
+        ("fsdp_reshard_after_forward", "never" if keeps else "always", kept),
         ("tensor_parallel_degree", sizes.tensor, f"tensor {sizes.tensor}"),
         ("context_parallel_degree", 1, "sequences stay whole"),
-        ("pipeline_parallel_degree", sizes.stage, stages_text(cfg)),
+        ("pipeline_parallel_degree", sizes.stage, stages),
     ]
-    if sizes.stage > 1:
-        schedule, chunks = "1F1B", cfg.model.stage_chunks
-        if chunks > 1:
-            each = cfg.model.num_layers // (sizes.stage * chunks)
-            schedule = "Interleaved1F1B"
-            # It counts embedding and loss as a layer each.
-            options += [
-                ("pipeline_parallel_layers_per_stage", each, stages_text(cfg)),
-                ("pipeline_parallel_first_stage_less_layers", 0, "chunks are equal"),
-                ("pipeline_parallel_last_stage_less_layers", 0, "chunks are equal"),
-            ]
+    if sizes.stage > 1 and chunks > 1:
+        each = cfg.model.num_layers // (sizes.stage * chunks)
+        # It counts embedding and loss as a layer each.
         options += [
-            ("pipeline_parallel_schedule", schedule, stages_text(cfg)),
+            ("pipeline_parallel_layers_per_stage", each, stages),
+            ("pipeline_parallel_first_stage_less_layers", 0, "chunks are equal"),
+            ("pipeline_parallel_last_stage_less_layers", 0, "chunks are equal"),
+        ]
+    if sizes.stage > 1:
+        schedule = "Interleaved1F1B" if chunks > 1 else "1F1B"
+        options += [
+            ("pipeline_parallel_schedule", schedule, stages),
             ("pipeline_parallel_microbatch_size", sizes.rows, "sequences of a micro-batch"),
         ]
     degree = expert_degree(cfg, sizes)
@@ -154,50 +147,34 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    remat, factor = cfg.model.remat, cfg.moe.capacity_factor
-    hidden = sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "hidden"
+    remat, reduced, factor = cfg.model.remat, cfg.train.gradient_dtype, cfg.moe.capacity_factor
+    unknown = shape_of(cfg) not in TORCHTITAN
+    register = "has none: register one, and put its --module and --config in front"
+    cut = sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "hidden"
+    hidden = "hidden width of experts over tensor (expert tensor parallelism)"
+    experts = f"has whole experts on {expert_degree(cfg, sizes)} devices each group"
+    ahead = "has it as num_mtp_layers of a registered config"
     routed = has_exchange(cfg) and (cfg.route not in ("split", "duplicate") or sizes.tensor > 1)
+    # DeepEP is chosen in code of the model, not by an option.
+    flat = 'has one flat all-to-all (its model_registry takes moe_comm_backend="deepep")'
+    listed = "keeps what its own list of operations says, so memory differs"
     rows = [
-        (
-            shape_of(cfg) not in TORCHTITAN,
-            "a registered config of this model",
-            "has none: register one, and put its --module and --config in front",
-        ),
+        (unknown, "a registered config of this model", register),
         whole_experts(cfg, "spreads the copies' shards over its efsdp axis"),
-        (
-            hidden,
-            "hidden width of experts over tensor (expert tensor parallelism)",
-            f"has whole experts on {expert_degree(cfg, sizes)} devices each group",
-        ),
-        (
-            cfg.model.predict_ahead > 0,
-            "multi-token prediction",
-            "has it as num_mtp_layers of a registered config",
-        ),
+        (cut, hidden, experts),
+        (cfg.model.predict_ahead > 0, "multi-token prediction", ahead),
         dense_once(cfg, "gathers and reduces block by block, in each micro-batch"),
         in_chunks(cfg, "exchanges all tokens at once"),
-        (  # DeepEP is chosen in code of the model, not by an option.
-            routed,
-            f"the route {cfg.route}",
-            'has one flat all-to-all (its model_registry takes moe_comm_backend="deepep")',
-        ),
+        (routed, f"the route {cfg.route}", flat),
         trimmed(cfg),
         across_first(cfg),
         in_pieces(cfg, "reduces the weights of a block together"),
-        (
-            cfg.train.gradient_dtype != "float32",
-            f"gradients reduced in {cfg.train.gradient_dtype}",
-            "reduces in float32",
-        ),
+        (reduced != "float32", f"gradients reduced in {reduced}", "reduces in float32"),
     ]
-    kept = [
+    last = [
         spread_ends(cfg),
         slices(cfg),
-        (
-            remat not in ("none", "full"),
-            f"the values that remat {remat} keeps",
-            "keeps what its own list of operations says, so memory differs",
-        ),
+        (remat not in ("none", "full"), f"the values that remat {remat} keeps", listed),
         (factor is not None, f"a capacity factor of {factor or 0:g}", "drops no token"),
     ]
-    return [*there(rows), *codec_gaps(cfg), *there(kept)]
+    return [*there(rows), *codec_gaps(cfg), *there(last)]
