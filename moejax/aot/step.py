@@ -63,17 +63,9 @@ class CompiledStep:
 
         Skips the all-to-all of router weights, which has one number a row.
         """
-        floats = [
-            exchange
-            for exchange in self.exchanges
-            if exchange.kind == "all_to_all" and "float" in exchange.dtype
-        ]
-        largest = max((exchange.bytes for exchange in floats), default=0)
-        return [
-            exchange
-            for exchange in floats
-            if exchange.bytes > largest / 32 and backward in (None, exchange.backward)
-        ]
+        sent = [one for one in self.exchanges if one.kind == "all_to_all" and "float" in one.dtype]
+        least = max((one.bytes for one in sent), default=0) / 32
+        return [one for one in sent if one.bytes > least and backward in (None, one.backward)]
 
     def reductions(self) -> list[Exchange]:
         """The reductions of weight gradients: in the backward pass, of more than one number."""
@@ -90,15 +82,12 @@ class CompiledStep:
 
     def reductions_beside_exchanges(self) -> list[Exchange]:
         """Reductions in flight together with an all-to-all on the same tier."""
-        crosses = {
-            exchange.launch: bool(set(exchange.axes) & set(self.slow))
-            for exchange in self.exchanges
-        }
-        return [
-            exchange
-            for exchange in self.reductions()
-            if any(crosses[name] == crosses[exchange.launch] for name in exchange.beside)
-        ]
+        crosses = {one.launch: bool(set(one.axes) & set(self.slow)) for one in self.exchanges}
+
+        def meets(one: Exchange) -> bool:
+            return any(crosses[name] == crosses[one.launch] for name in one.beside)
+
+        return list(filter(meets, self.reductions()))
 
     def hidden_reductions(self) -> float:
         """Share of the reductions' bytes that overlap a matrix product."""

@@ -69,11 +69,8 @@ def dense_once(cfg: Config, instead: str) -> Row:
 def in_pieces(cfg: Config, instead: str) -> Row:
     """Gradients that are reduced in pieces."""
     size = cfg.train.reduction_bytes
-    return (
-        size is not None,
-        f"gradients reduced in pieces of {(size or 0) / 2**20:.3g} MiB",
-        instead,
-    )
+    what = f"gradients reduced in pieces of {(size or 0) / 2**20:.3g} MiB"
+    return size is not None, what, instead
 
 
 def in_chunks(cfg: Config, instead: str) -> Row:

@@ -44,38 +44,23 @@ ATTENTION = {
     "gpu": "its fused attention for GPUs (TransformerEngine, cuDNN)",
     "cpu": "no fused attention on CPUs",
 }
+TOKENS = ("moe_x_sorted", "moe_mlpwo")
+TOKENS_KEPT = "tokens that came over the network are kept"
 # model.remat -> (remat_policy, tensors that a custom policy keeps, the consequence).
 REMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "none": ("minimal_with_context", (), "nothing is recomputed; this is the least it documents"),
     "dots": ("minimal", (), "results of matrix products are kept"),
     "full": ("full", (), "inputs of a block alone are kept"),
-    "collectives": (
-        "custom",
-        ("moe_x_sorted", "moe_mlpwo"),
-        "tokens that came over the network are kept",
-    ),
-    "token_collectives": (
-        "custom",
-        ("moe_x_sorted", "moe_mlpwo"),
-        "tokens that came over the network are kept",
-    ),
+    "collectives": ("custom", TOKENS, TOKENS_KEPT),
+    "token_collectives": ("custom", TOKENS, TOKENS_KEPT),
     "attention": (
         "custom",
-        ("moe_x_sorted", "moe_mlpwo", "context", "out_proj"),
+        (*TOKENS, "context", "out_proj"),
         "tokens that came over the network and results of attention are kept",
     ),
     "experts": (
         "custom",
-        (
-            "moe_x_sorted",
-            "moe_mlpwo",
-            "context",
-            "out_proj",
-            "moe_mlpwi_0",
-            "moe_mlpwi_1",
-            "mlpwi_0",
-            "mlpwi_1",
-        ),
+        (*TOKENS, "context", "out_proj", "moe_mlpwi_0", "moe_mlpwi_1", "mlpwi_0", "mlpwi_1"),
         "tokens, results of attention, and gate and up of hidden layers are kept",
     ),
 }

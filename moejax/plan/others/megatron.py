@@ -39,20 +39,13 @@ YOURS = (
     "parallelism without Megatron-FSDP needs CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell"
 )
 DEEPEP_NODE = 8  # devices of a node up to which DeepEP is taken; HybridEP is for larger ones
+NORMS = ("layernorm", "moe_act")
 # model.remat -> (granularity, modules that are recomputed, the consequence).
 REMATS: dict[str, tuple[str | None, tuple[str, ...], str]] = {
     "none": (None, (), "nothing is recomputed"),
-    "dots": (
-        "selective",
-        ("core_attn", "layernorm", "moe_act"),
-        "results of matrix products are kept",
-    ),
-    "experts": ("selective", ("layernorm", "moe_act"), "attention, gate and up are kept"),
-    "attention": (
-        "selective",
-        ("layernorm", "moe_act"),
-        "attention is kept, and more than planned",
-    ),
+    "dots": ("selective", ("core_attn", *NORMS), "results of matrix products are kept"),
+    "experts": ("selective", NORMS, "attention, gate and up are kept"),
+    "attention": ("selective", NORMS, "attention is kept, and more than planned"),
     "collectives": ("full", (), "next in memory: inputs of a block alone"),
     "token_collectives": ("full", (), "next in memory: inputs of a block alone"),
     "full": ("full", (), "inputs of a block alone are kept"),

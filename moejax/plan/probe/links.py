@@ -127,11 +127,8 @@ def _late(watch: Stopwatch, axis: str, link: Link, oversubscription: float) -> f
         return operate, lambda: (matrix(), values())
 
     rounds = watch.in_turns([between(PRODUCTS), between(2 * PRODUCTS)], AIM_S)
-    return max(
-        0.0,
-        statistics.median(2 * single - double for single, double in rounds)
-        - link.seconds(sent) / oversubscription,
-    )
+    late = statistics.median(2 * single - double for single, double in rounds)
+    return max(0.0, late - link.seconds(sent) / oversubscription)
 
 
 def _memory_link(watch: Stopwatch) -> Link:

@@ -29,6 +29,7 @@ from moejax.plan.trace.schedule import Op, Schedule
 TEMPLATE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.html", "page.js"))
 MAX_PLANS = 20  # plans to show
 ASKED = 5  # plans with a sensitivity table
+SEARCH = ("meshes", "traced", "too_large", "seconds", "cut")
 
 
 def write_report(result: SearchResult, topology: Topology, load: ExpertLoad, path: Path) -> None:
@@ -71,10 +72,7 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
             "links": [tier.name for tier in topology.tiers],
         },
         "routing": {"name": load.name, "skew": load.skew},
-        "search": {
-            name: getattr(result, name)
-            for name in ("meshes", "traced", "too_large", "seconds", "cut")
-        },
+        "search": {name: getattr(result, name) for name in SEARCH},
         "rules": {name: RULES[name] for name in result.rules},
         "rule": result.best_rule,
         "gain": tables.gain_text(result),

@@ -105,21 +105,16 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+COUNT, NAMES = "a whole number above 0", ", ".join(PLATFORMS)
 # Field -> whether a value is right, and the rule in words.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "devices": (_is_count, "a whole number above 0"),
-    "nodes": (_is_count, "a whole number above 0"),
+    "devices": (_is_count, COUNT),
+    "nodes": (_is_count, COUNT),
     "topology": (lambda value: isinstance(value, str), "a text"),
     "routing": (lambda value: isinstance(value, str), "a text"),
     "cut": (lambda value: isinstance(value, str | None), "a text or null"),
-    "platform": (
-        lambda value: value in (None, *PLATFORMS),
-        f"one of {', '.join(PLATFORMS)}, or null",
-    ),
-    "device_memory_bytes": (
-        lambda value: value is None or _is_count(value),
-        "a whole number above 0, or null",
-    ),
+    "platform": (lambda value: value in (None, *PLATFORMS), f"one of {NAMES}, or null"),
+    "device_memory_bytes": (lambda value: value is None or _is_count(value), f"{COUNT}, or null"),
 }
 
 
