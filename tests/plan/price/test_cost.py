@@ -29,6 +29,10 @@ def on(priced, **device):
     return Costs(topology, priced.layout, priced.fill)
 
 
+def run(priced, *ops):
+    return simulate_step(Schedule(ops, ()), priced)
+
+
 def all_to_all(size, axes=("expert_slow", "expert_fast")):
     one = Collective("all_to_all", axes, "float32", size, 1, "dispatch")
     return Op("collective", collective=one)
@@ -36,7 +40,7 @@ def all_to_all(size, axes=("expert_slow", "expert_fast")):
 
 def test_a_collective_takes_what_its_slowest_tier_takes():
     size = 8_000_000
-    found = simulate_step(Schedule((all_to_all(size),), ()), costs())
+    found = run(costs(), all_to_all(size))
     # Seven of eight parts leave; four of them cross to the other node, each to a peer of its own.
     assert found.seconds == pytest.approx(4e-4 + size * 4 / 8 / 1e7)
     assert found.totals.bytes_sent["network", "dispatch"] == pytest.approx(size / 2)
@@ -75,7 +79,7 @@ def test_a_program_takes_longer_than_its_operations_and_links_do_not():
     alone = costs(platform="gpu")
     slower = on(alone, program_overhead=3.0)
     for op, times in zip(ops, (3, 1), strict=True):
-        before, after = (simulate_step(Schedule((op,), ()), one).seconds for one in (alone, slower))
+        before, after = (run(one, op).seconds for one in (alone, slower))
         assert after == pytest.approx(times * before)
 
 
@@ -88,7 +92,7 @@ def test_devices_that_take_turns_send_while_others_compute(size):
     alone = costs()
     waiting = on(alone, oversubscription=4.0)
     both = Schedule((work, after(0, size, "expert_slow")), ())
-    sending = simulate_step(Schedule((all_to_all(size, ("expert_slow",)),), ()), alone).seconds
+    sending = run(alone, all_to_all(size, ("expert_slow",))).seconds
     computing = simulate_step(both, alone).seconds - sending
     shorter, longer = sorted((computing, sending))
     found = simulate_step(both, waiting)
@@ -96,7 +100,7 @@ def test_devices_that_take_turns_send_while_others_compute(size):
     assert found.totals.sent["network", "dispatch"] == pytest.approx(sending)
     # Once the devices of a node have met, nothing that they computed before hides anything.
     meet = after(0, 0, "expert_fast")
-    met = simulate_step(Schedule((work, meet, after(1, size, "expert_slow")), ()), waiting).seconds
+    met = run(waiting, work, meet, after(1, size, "expert_slow")).seconds
     assert met == pytest.approx(computing + sending, abs=1e-4)
 
 
@@ -110,7 +114,7 @@ def test_a_collective_takes_as_long_as_devices_need_to_meet_unless_it_is_right_b
                 cost = {"flops": work, "dtype": "float32", "after": before_it}
                 ops.append(Op("product", scope="experts", **cost))
             ops.append(dataclasses.replace(all_to_all(size, (axis,)), after=(len(ops) - 1,)))
-        found = simulate_step(Schedule(tuple(ops), ()), costs_now)
+        found = run(costs_now, *ops)
         return found.seconds - found.totals.computed["experts"]
 
     before = costs()
@@ -166,27 +170,21 @@ def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time
 
 def test_on_cpu_collectives_go_one_by_one_and_take_compute_with_them():
     ops = (all_to_all(1_000_000, ("expert_fast",)), all_to_all(1_000_000, ("expert_slow",)))
-    together = simulate_step(Schedule(ops, ()), costs(platform="gpu")).seconds
-    in_turn = simulate_step(Schedule(ops, ()), costs(platform="cpu")).seconds
-    alone = [simulate_step(Schedule((op,), ()), costs()).seconds for op in ops]
+    together = run(costs(platform="gpu"), *ops).seconds
+    in_turn = run(costs(platform="cpu"), *ops).seconds
+    alone = [run(costs(), op).seconds for op in ops]
     assert together == pytest.approx(max(alone))
     assert in_turn == pytest.approx(sum(alone))
     beside = (ops[0], Op("product", scope="experts", flops=1e8, dtype="float32"))
-    free, taken = (
-        simulate_step(Schedule(beside, ()), costs(compute_share=share)).seconds
-        for share in (0.0, 1.0)
-    )
-    parts = [simulate_step(Schedule((op,), ()), costs()).seconds for op in beside]
+    free, taken = (run(costs(compute_share=share), *beside).seconds for share in (0.0, 1.0))
+    parts = [run(costs(), op).seconds for op in beside]
     assert free == pytest.approx(max(parts))
     assert taken == pytest.approx(sum(parts))
 
 
 def test_what_is_filled_is_what_experts_cost():
     op = Op("product", scope="experts", flops=1e9, dtype="float32", scales_with_fill=True)
-    full, half = (
-        simulate_step(Schedule((op,), ()), costs(fill=BucketFill(filled=share))).seconds
-        for share in (1.0, 0.5)
-    )
+    full, half = (run(costs(fill=BucketFill(filled=share)), op).seconds for share in (1.0, 0.5))
     assert half < 0.75 * full
 
 
@@ -243,8 +241,8 @@ def of_stages(stages, nodes):
 )
 def test_what_stages_send_waits_for_what_the_same_stages_send(stages, senders, beside, together):
     own = of_stages(stages, nodes=stages)
-    one = simulate_step(Schedule((transfer(10**6, (0,)),), ()), own)
-    both = simulate_step(Schedule((transfer(10**6, senders), transfer(10**6, beside)), ()), own)
+    one = run(own, transfer(10**6, (0,)))
+    both = run(own, transfer(10**6, senders), transfer(10**6, beside))
     assert both.seconds == pytest.approx(together * one.seconds)
     assert both.totals.bytes_sent["network", "stage"] == 2e6
 
@@ -253,8 +251,8 @@ def test_on_links_between_stages_other_collectives_wait_for_transfers_of_all():
     own = of_stages(2, nodes=2)
     every = all_to_all(10**6, ("stage",))
     first, last = transfer(10**6, (0,)), transfer(10**6, (1,))
-    alone = [simulate_step(Schedule((op,), ()), own).seconds for op in (every, first)]
-    found = simulate_step(Schedule((first, last, every), ()), own)
+    alone = [run(own, op).seconds for op in (every, first)]
+    found = run(own, first, last, every)
     assert found.seconds == pytest.approx(sum(alone))
 
 
@@ -264,5 +262,5 @@ def test_on_cpu_a_transfer_begins_only_when_those_before_it_have_begun():
     waits = dataclasses.replace(transfer(10**6, (0,)), after=(0,))
     own = of_stages(2, nodes=2)
     ops = (product, waits, transfer(10**6, (1,)))
-    found = simulate_step(Schedule(ops, ()), own).timeline
+    found = run(own, *ops).timeline
     assert found.start_s[2] == found.end_s[0] == found.start_s[1]
