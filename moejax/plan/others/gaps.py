@@ -7,7 +7,8 @@ from moejax.config.compression import STAGES, Codecs, build_compression
 from moejax.config.schema import Config
 from moejax.plan.others.translation import Gap, has_chunks
 
-Row = tuple[bool, str, str]  # whether the plan has a part, the part, the trainer's way instead
+# Whether the plan has a part, the part, and the trainer's way in its place.
+Row = tuple[bool, str, str]
 # Classes of traffic in words.
 CLASSES = {
     "dense_gradient": "gradients of weights outside the experts",
@@ -22,7 +23,7 @@ CLASSES = {
 }
 
 
-def there(rows: Iterable[Row]) -> list[Gap]:
+def gaps_of(rows: Iterable[Row]) -> list[Gap]:
     """Returns the gaps that the plan has."""
     return [Gap(what, instead) for has, what, instead in rows if has]
 
@@ -41,52 +42,52 @@ def codec_gaps(cfg: Config) -> list[Gap]:
     return gaps
 
 
-def spread_ends(cfg: Config) -> Row:
-    """Embedding and loss, which are spread over stages."""
+def ends_row(cfg: Config) -> Row:
+    """Returns the row of embedding and loss, which are spread over stages."""
     instead = "has the embedding on the first stage and the loss on the last"
     return cfg.mesh.stage > 1, "embedding and loss are spread over the stages", instead
 
 
-def slices(cfg: Config) -> Row:
-    """Slices of sequences that follow one another through stages."""
+def slices_row(cfg: Config) -> Row:
+    """Returns the row of slices of sequences that follow one another through stages."""
     count = cfg.mesh.stage_slices
     return count > 1, f"{count} slices of a sequence", "passes whole sequences on"
 
 
-def across_first(cfg: Config) -> Row:
-    """Weights that are gathered across nodes first, then inside."""
+def across_row(cfg: Config) -> Row:
+    """Returns the row of weights that are gathered across nodes first, then inside."""
     what = "weights gathered across nodes first, then inside the node"
     instead = "gathers them in one collective over all devices"
     return cfg.mesh.gather_across != "flat", what, instead
 
 
-def dense_once(cfg: Config, instead: str) -> Row:
-    """Dense weights that are gathered, and their gradients reduced, once a step."""
+def dense_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of dense weights that are gathered and reduced once a step."""
     has = cfg.mesh.gather_dense == "step" and cfg.mesh.fsdp * cfg.mesh.expert > 1
     return has, "dense weights gathered, and their gradients reduced, once a step", instead
 
 
-def in_pieces(cfg: Config, instead: str) -> Row:
-    """Gradients that are reduced in pieces."""
+def pieces_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of gradients that are reduced in pieces."""
     size = cfg.train.reduction_bytes
     what = f"gradients reduced in pieces of {(size or 0) / 2**20:.3g} MiB"
     return size is not None, what, instead
 
 
-def in_chunks(cfg: Config, instead: str) -> Row:
-    """An exchange in chunks that overlap with the experts' products."""
+def chunks_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of an exchange in chunks that overlap with the experts' products."""
     forward, backward = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
     what = f"exchange of tokens in chunks ({forward} forward, {backward} backward), which overlap"
     return has_chunks(cfg), what, instead
 
 
-def trimmed(cfg: Config) -> Row:
-    """Buckets that send only filled rows."""
+def trim_row(cfg: Config) -> Row:
+    """Returns the row of buckets that send only filled rows."""
     instead = "has sizes of messages of its own"
     return cfg.route_trim, "only filled rows of buckets travel", instead
 
 
-def whole_experts(cfg: Config, instead: str) -> Row:
-    """Experts that are copied to every tensor rank."""
+def whole_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of experts that are copied to every tensor rank."""
     has = cfg.mesh.tensor > 1 and cfg.mesh.expert_weights == "whole" and cfg.model.has_experts
     return has, "a copy of each expert on every tensor rank (whole)", instead

@@ -9,15 +9,15 @@ from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
     Row,
-    across_first,
+    across_row,
+    chunks_row,
     codec_gaps,
-    dense_once,
-    in_chunks,
-    in_pieces,
-    slices,
-    there,
-    trimmed,
-    whole_experts,
+    dense_row,
+    gaps_of,
+    pieces_row,
+    slices_row,
+    trim_row,
+    whole_row,
 )
 from moejax.plan.others.shapes import MAXTEXT, shape_of
 from moejax.plan.others.translation import (
@@ -209,23 +209,23 @@ def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
     several, borders = platform == "cpu" and sizes.nodes > 1, "axes split at the borders of nodes"
     order, kept = f"the schedule {mesh.schedule}", "gathered weights kept for backward"
     rows = [
-        whole_experts(cfg, "shards their hidden width over the tensor axis"),
+        whole_row(cfg, "shards their hidden width over the tensor axis"),
         (folded, spread, "spreads them over expert, their hidden width over tensor"),
         (several, borders, "counts one slice on CPUs"),
-        in_chunks(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)"),
-        _route(cfg),
-        trimmed(cfg),
-        across_first(cfg),
-        dense_once(cfg, "gathers and reduces at each use, in each micro-batch"),
-        in_pieces(cfg, "leaves the size of reductions to XLA"),
+        chunks_row(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)"),
+        _route_row(cfg),
+        trim_row(cfg),
+        across_row(cfg),
+        dense_row(cfg, "gathers and reduces at each use, in each micro-batch"),
+        pieces_row(cfg, "leaves the size of reductions to XLA"),
     ]
     last = [
-        slices(cfg),
+        slices_row(cfg),
         (mesh.stage > 1, order, "runs all forward passes first, so keeps more"),
         (remat == "none", "no recomputation", "recomputes what lies between matrix products"),
         (remat == "collectives", kept, "gathers them again"),
     ]
-    return [*_model_gaps(cfg), *there(rows), *codec_gaps(cfg), *there(last)]
+    return [*_model_gaps(cfg), *gaps_of(rows), *codec_gaps(cfg), *gaps_of(last)]
 
 
 def _model_gaps(cfg: Config) -> list[Gap]:
@@ -236,7 +236,7 @@ def _model_gaps(cfg: Config) -> list[Gap]:
     dense, shared = "dense blocks between those with experts", moe.shared_width
     instead = "has no file of it: choose decoder_block, and check norms, rotary positions, router"
     other = shared % moe.expert_hidden > 0
-    return there(
+    return gaps_of(
         [
             (True, "a model of this shape by name", instead),
             (mixed, dense, "has dense blocks at the start: set the others by hand"),
@@ -245,7 +245,7 @@ def _model_gaps(cfg: Config) -> list[Gap]:
     )
 
 
-def _route(cfg: Config) -> Row:
+def _route_row(cfg: Config) -> Row:
     """The route that tokens take; MaxText's own is one flat exchange."""
     has = has_exchange(cfg) and (cfg.route not in ("split", "duplicate") or cfg.mesh.tensor > 1)
     what = {

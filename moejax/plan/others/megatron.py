@@ -8,15 +8,15 @@ here: tensor next to each other, then expert, then the rest of data parallelism.
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
     Row,
-    across_first,
+    across_row,
+    chunks_row,
     codec_gaps,
-    in_chunks,
-    in_pieces,
-    slices,
-    spread_ends,
-    there,
-    trimmed,
-    whole_experts,
+    ends_row,
+    gaps_of,
+    pieces_row,
+    slices_row,
+    trim_row,
+    whole_row,
 )
 from moejax.plan.others.megatron_model import model_gaps, model_options
 from moejax.plan.others.translation import (
@@ -234,24 +234,24 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     plain = "is written as 1F1B; see its --overlap-moe-expert-parallel-comm"
     rows = [
         (sharded and mesh.gather_dense == "step", once, "gathers all of them at each use"),
-        whole_experts(cfg, "has copies too, but on groups of neighbouring devices"),
+        whole_row(cfg, "has copies too, but on groups of neighbouring devices"),
         (whole, "whole activations on each tensor rank", "shards them by sequence"),
-        in_chunks(cfg, f"exchanges all tokens at once{beside * _overlaps(cfg)}"),
-        _route(cfg),
-        trimmed(cfg),
-        across_first(cfg),
-        in_pieces(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)"),
+        chunks_row(cfg, f"exchanges all tokens at once{beside * _overlaps(cfg)}"),
+        _route_row(cfg),
+        trim_row(cfg),
+        across_row(cfg),
+        pieces_row(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)"),
     ]
     last = [
-        spread_ends(cfg),
-        slices(cfg),
+        ends_row(cfg),
+        slices_row(cfg),
         (combined, turns, plain),
         (remat in RECOMPUTED, f"the values that remat {remat} keeps", RECOMPUTED.get(remat, "")),
     ]
-    return [*model_gaps(cfg), *there(rows), *codec_gaps(cfg), *there(last)]
+    return [*model_gaps(cfg), *gaps_of(rows), *codec_gaps(cfg), *gaps_of(last)]
 
 
-def _route(cfg: Config) -> Row:
+def _route_row(cfg: Config) -> Row:
     what = f"the route {cfg.route}"
     if cfg.route in LEVELS:
         instead = "its kernels choose levels and de-duplicate in their own way"

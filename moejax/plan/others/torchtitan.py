@@ -9,16 +9,16 @@ import math
 
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
-    across_first,
+    across_row,
+    chunks_row,
     codec_gaps,
-    dense_once,
-    in_chunks,
-    in_pieces,
-    slices,
-    spread_ends,
-    there,
-    trimmed,
-    whole_experts,
+    dense_row,
+    ends_row,
+    gaps_of,
+    pieces_row,
+    slices_row,
+    trim_row,
+    whole_row,
 )
 from moejax.plan.others.shapes import TORCHTITAN, shape_of
 from moejax.plan.others.translation import (
@@ -160,21 +160,21 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     listed = "keeps what its own list of operations says, so memory differs"
     rows = [
         (unknown, "a registered config of this model", register),
-        whole_experts(cfg, "spreads the copies' shards over its efsdp axis"),
+        whole_row(cfg, "spreads the copies' shards over its efsdp axis"),
         (cut, hidden, experts),
         (cfg.model.predict_ahead > 0, "multi-token prediction", ahead),
-        dense_once(cfg, "gathers and reduces block by block, in each micro-batch"),
-        in_chunks(cfg, "exchanges all tokens at once"),
+        dense_row(cfg, "gathers and reduces block by block, in each micro-batch"),
+        chunks_row(cfg, "exchanges all tokens at once"),
         (routed, f"the route {cfg.route}", flat),
-        trimmed(cfg),
-        across_first(cfg),
-        in_pieces(cfg, "reduces the weights of a block together"),
+        trim_row(cfg),
+        across_row(cfg),
+        pieces_row(cfg, "reduces the weights of a block together"),
         (reduced != "float32", f"gradients reduced in {reduced}", "reduces in float32"),
     ]
     last = [
-        spread_ends(cfg),
-        slices(cfg),
+        ends_row(cfg),
+        slices_row(cfg),
         (remat not in ("none", "full"), f"the values that remat {remat} keeps", listed),
         (factor is not None, f"a capacity factor of {factor or 0:g}", "drops no token"),
     ]
-    return [*there(rows), *codec_gaps(cfg), *there(last)]
+    return [*gaps_of(rows), *codec_gaps(cfg), *gaps_of(last)]
