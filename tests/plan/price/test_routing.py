@@ -126,11 +126,6 @@ def test_layers_differ(tmp_path):
     assert sorted(one.rounds > 0 for _, one in found) == [False, True]
 
 
-def test_one_device_has_no_buckets():
-    ((_, found),) = fills(big((8, 1, 1, 1)), read_expert_load("zipf:2", 8))
-    assert found.rounds == 0
-
-
 def test_zipf_is_in_proportion_to_powers_of_rank():
     share_E = sorted(read_expert_load("zipf:1", 16).share_LE[0], reverse=True)
     np.testing.assert_allclose(np.array(share_E) / share_E[0], 1 / np.arange(1, 17))
