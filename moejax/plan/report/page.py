@@ -127,12 +127,12 @@ def _traffic(plan: PricedPlan) -> list[dict[str, Any]]:
     size: dict[tuple[str, str], float] = defaultdict(float)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for share, simulated in plan.parts:
-        for key, (sent, took) in terms.traffic(simulated).items():
+        for key, sent in simulated.totals.bytes_sent.items():
             size[key] += share * sent
-            seconds[key] += share * took
+            seconds[key] += share * simulated.totals.sent[key]
     return [
         {"link": link, "class": name, "bytes": size[link, name], "seconds": seconds[link, name]}
-        for link, name in sorted(size, key=lambda key: -seconds[key])
+        for link, name in sorted(size, key=lambda key: (-seconds[key], -size[key]))
     ]
 
 
