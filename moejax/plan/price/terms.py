@@ -1,4 +1,4 @@
-"""Breaks a plan's step into terms: seconds by term, bytes by link, and differences between two."""
+"""Breaks a plan's step into terms: seconds by term, and the differences between two plans."""
 
 from collections import defaultdict
 from typing import Any
