@@ -1,6 +1,5 @@
 """Compiles the train step ahead of time for a described cluster, and reads the compiled program.
 
 Read in this order: `command`, `step` (compiles it), `target` (described devices), `compiled` with
-`hlo` (the compiled text), `work` with `products`, `tpu` and `traffic` (a device's work in a step),
-`exposed` (codecs for exchanges that no computation hides).
+`hlo` (the compiled text), `work` with `products`, `tpu` and `traffic` (a device's work in a step).
 """

@@ -6,13 +6,14 @@ timed; memory, collectives and their order are the same as in a real run.
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moejax.aot.exposed import compress_exposed, hidden_shares
+from moejax.aot.compiled import Exchange
 from moejax.aot.step import (
     CONTROLS,
     CompiledStep,
@@ -25,8 +26,10 @@ from moejax.aot.step import (
 )
 from moejax.aot.target import NODE, TARGETS, Target
 from moejax.config.command_line import Parser
+from moejax.config.compression import PRESETS
 from moejax.config.load import load_config, split_overrides
 from moejax.errors import InputError, exit_code
+from moejax.layout.layout import Layout
 from moejax.runtime.compiler import Options
 from moejax.screen import screen
 from moejax.step.train_step import TrainStep
@@ -42,6 +45,15 @@ Schedules show what a device starts, in order: S D an all-to-all from start to
 done, A one that is waited for; s d a any other collective; G a matrix product;
 W a loop, C a conditional with products. What is between S and D hides it.
 """
+
+# Only traffic that no computation hides is compressed (Optimus-CC): elsewhere a codec adds error
+# and work without a gain. Traffic of the compiled program -> classes of traffic with codecs.
+TRAFFIC = {
+    "tokens": ("dispatch", "combine"),
+    "tokens_backward": ("dispatch_backward", "combine_backward"),
+    "gradients": ("dense_gradient", "expert_gradient"),
+}
+HIDDEN = 0.5  # share of bytes above which traffic counts as hidden
 
 
 def to_json(step: CompiledStep) -> dict[str, Any]:
@@ -112,6 +124,51 @@ def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:
     console.print(table)
 
 
+def traffic_of(exchange: Exchange, layout: Layout) -> str | None:
+    """Returns a collective's traffic class, or None if no codec applies.
+
+    The compiled program does not name what it sends: both directions of tokens count as one class
+    here, and so do gradients of dense weights and of experts, which cross nodes on the same axes.
+    """
+    if "float" not in exchange.dtype or not set(exchange.axes) & set(layout.slow):
+        return None
+    if exchange.kind == "all_to_all":
+        return "tokens_backward" if exchange.backward else "tokens"
+    if exchange.kind == "all_gather" and set(exchange.axes) & set(layout.fsdp + layout.expert):
+        return "weights"
+    if exchange.kind in ("all_reduce", "reduce_scatter") and exchange.backward:
+        return "gradients"
+    return None
+
+
+def hidden_shares(exchanges: Iterable[Exchange], layout: Layout) -> dict[str, float]:
+    """Returns the share of each class's bytes across nodes that overlap a matrix product."""
+    total: dict[str, int] = {}
+    hidden: dict[str, int] = {}
+    for exchange in exchanges:
+        kind = traffic_of(exchange, layout)
+        if kind is not None:
+            total[kind] = total.get(kind, 0) + exchange.calls * exchange.bytes
+            hidden[kind] = hidden.get(kind, 0) + exchange.calls * exchange.bytes * exchange.hides
+    return {kind: hidden[kind] / max(total[kind], 1) for kind in total}
+
+
+def compress_exposed(exchanges: Iterable[Exchange], layout: Layout, preset: str) -> dict[str, str]:
+    """Returns the settings of `compression` that leave hidden classes as they are.
+
+    Args:
+      exchanges: exchanges of the step compiled without codecs.
+      preset: preset with the codecs of the exposed classes.
+    """
+    chosen = {"preset": "none"}
+    for kind, share in hidden_shares(exchanges, layout).items():
+        if share <= HIDDEN:
+            for name in TRAFFIC.get(kind, (kind,)):
+                if name in PRESETS[preset]:
+                    chosen[name] = PRESETS[preset][name]
+    return chosen
+
+
 def print_exposed(step: CompiledStep, train_step: TrainStep, preset: str, console: Console) -> None:
     """Shows the hidden share of each class of traffic across nodes, and codecs for the rest."""
     for kind, share in hidden_shares(step.exchanges, train_step.layout).items():
@@ -122,7 +179,6 @@ def print_exposed(step: CompiledStep, train_step: TrainStep, preset: str, consol
 
 
 def _add_work(table: Table, step: CompiledStep) -> None:
-    """Adds rows for a device's work in a step."""
     work, executed = step.work, step.executed()
     classes = ", ".join(f"{name} {share:.2f}" for name, share in executed.items() if name != "all")
     most = f"at whole buffers {step.executed(most=True)['all']:.2f}"

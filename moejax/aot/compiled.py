@@ -18,7 +18,7 @@ So `SSGGDD` is two exchanges behind two products, and `GGASD` hides nothing.
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -107,12 +107,16 @@ class CompiledText:
     @cached_property
     def calls(self) -> dict[str, int]:
         """Number of runs of each computation in a step."""
+        return self.runs(lambda _: True)
+
+    def runs(self, enters: Callable[[Instruction], bool]) -> dict[str, int]:
+        """Returns the number of runs in a step of computations that such instructions call."""
         total: dict[str, int] = {}
         waiting = [(self.entry, 1)]
         while waiting:
             name, times = waiting.pop()
             total[name] = total.get(name, 0) + times
-            for line in self.computations.get(name, []):
+            for line in filter(enters, self.computations.get(name, [])):
                 inner = times * (line.trips if line.op == "while" else 1)
                 waiting += [(called, inner) for called in line.called]
         return total

@@ -160,21 +160,19 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
             if parsed:
                 root, name, result, op, rest = parsed.groups()
                 current.append(Instruction(name, op, result, rest, bool(root)))
-    return {name: _with_trips(lines, by_name) for name, lines in by_name.items()}, entry
-
-
-def _with_trips(
-    lines: list[Instruction], by_name: Mapping[str, list[Instruction]]
-) -> list[Instruction]:
-    """Adds the trip counts that the text does not name.
-
-    Programs for TPUs state them only as a constant: the loop's condition compares its counter,
-    which starts at 0, with it.
-    """
-    return [_counted(line, by_name) if line.op == "while" else line for line in lines]
+    return {
+        name: [_counted(line, by_name) for line in lines] for name, lines in by_name.items()
+    }, entry
 
 
 def _counted(line: Instruction, by_name: Mapping[str, list[Instruction]]) -> Instruction:
+    """Adds the trip count to a loop whose text does not name it.
+
+    Programs for TPUs state it only as a constant: the loop's condition compares its counter, which
+    starts at 0, with it.
+    """
+    if line.op != "while":
+        return line
     called = re.findall(r"(?:condition|body)=%([\w.\-]+)", line.rest)
     if "known_trip_count" in line.rest or len(called) != 2:
         return line

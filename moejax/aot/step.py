@@ -63,17 +63,9 @@ class CompiledStep:
 
         Skips the all-to-all of router weights, which has one number a row.
         """
-        floats = [
-            exchange
-            for exchange in self.exchanges
-            if exchange.kind == "all_to_all" and "float" in exchange.dtype
-        ]
-        largest = max((exchange.bytes for exchange in floats), default=0)
-        return [
-            exchange
-            for exchange in floats
-            if exchange.bytes > largest / 32 and backward in (None, exchange.backward)
-        ]
+        sent = [one for one in self.exchanges if one.kind == "all_to_all" and "float" in one.dtype]
+        least = max((one.bytes for one in sent), default=0) / 32
+        return [one for one in sent if one.bytes > least and backward in (None, one.backward)]
 
     def reductions(self) -> list[Exchange]:
         """The reductions of weight gradients: in the backward pass, of more than one number."""
@@ -90,25 +82,20 @@ class CompiledStep:
 
     def reductions_beside_exchanges(self) -> list[Exchange]:
         """Reductions in flight together with an all-to-all on the same tier."""
-        crosses = {
-            exchange.launch: bool(set(exchange.axes) & set(self.slow))
-            for exchange in self.exchanges
-        }
-        return [
-            exchange
-            for exchange in self.reductions()
-            if any(crosses[name] == crosses[exchange.launch] for name in exchange.beside)
-        ]
+        crosses = {one.launch: bool(set(one.axes) & set(self.slow)) for one in self.exchanges}
+
+        def meets(one: Exchange) -> bool:
+            return any(crosses[name] == crosses[one.launch] for name in one.beside)
+
+        return list(filter(meets, self.reductions()))
 
     def hidden_reductions(self) -> float:
         """Share of the reductions' bytes that overlap a matrix product."""
-        return _hidden_bytes(self.reductions())
+        return _hidden(self.reductions())
 
     def hidden_gathers(self) -> float:
         """Share of the gathered weights' bytes that overlap a matrix product."""
-        return _hidden_bytes(
-            [exchange for exchange in self.exchanges if exchange.kind == "all_gather"]
-        )
+        return _hidden([one for one in self.exchanges if one.kind == "all_gather"])
 
     def executed(self, *, most: bool = False) -> dict[str, float]:
         """Returns the FLOPs executed over the model's, by class, and of "all".
@@ -137,14 +124,13 @@ class CompiledStep:
 
     def hidden_share(self, *, backward: bool | None = None) -> float:
         """Returns the share of the token all-to-alls that overlap a matrix product."""
-        exchanges = self.token_exchanges(backward=backward)
-        hidden = sum(exchange.calls for exchange in exchanges if exchange.hides)
-        return hidden / max(sum(exchange.calls for exchange in exchanges), 1)
+        return _hidden([replace(one, bytes=1) for one in self.token_exchanges(backward=backward)])
 
 
-def _hidden_bytes(exchanges: list[Exchange]) -> float:
-    hidden = sum(exchange.calls * exchange.bytes for exchange in exchanges if exchange.hides)
-    return hidden / max(sum(exchange.calls * exchange.bytes for exchange in exchanges), 1)
+def _hidden(exchanges: list[Exchange]) -> float:
+    """Returns the share of bytes that overlap a matrix product."""
+    hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
+    return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
 
 
 def described_config(cfg: Config, target: Target, nodes: int) -> Config:
@@ -238,7 +224,7 @@ def update_bytes(train_step: TrainStep, step: CompiledStep, options: Options | N
     return step.temporary_bytes - gradients
 
 
-def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> dict:
+def other_peaks(train_step: TrainStep, step: CompiledStep) -> dict[str, int]:
     """Returns the peak bytes of evaluation and sampling, with the whole state on the device.
 
     The compiler drops arguments that these programs do not read; the device holds them all the
@@ -250,7 +236,7 @@ def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | No
     }
     peaks = {}
     for name, function in lowered.items():
-        memory = function.compile(compiler_options=options).memory_analysis()
+        memory = function.compile().memory_analysis()
         unread = step.argument_bytes - memory.argument_size_in_bytes
         peaks[name] = memory.peak_memory_in_bytes + unread
     return peaks

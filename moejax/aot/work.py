@@ -121,19 +121,10 @@ class _Reader:
     @cached_property
     def runs(self) -> dict[str, int]:
         """Number of runs in a step of each computation whose instructions are kernels."""
-        total: dict[str, int] = {}
-        waiting = [(self.text.entry, 1)]
-        while waiting:
-            name, times = waiting.pop()
-            total[name] = total.get(name, 0) + times
-            for line in self.text.computations.get(name, []):
-                if line.op in ("while", "conditional", "call") or self._starts_others(line):
-                    inner = times * (line.trips if line.op == "while" else 1)
-                    waiting += [(called, inner) for called in line.called]
-        return total
+        flow = ("while", "conditional", "call")
+        return self.text.runs(lambda line: line.op in flow or self._starts_others(line))
 
     def _starts_others(self, line: Instruction) -> bool:
-        """Returns whether an instruction starts a computation other than a collective."""
         return line.op in ("async-start", "call-start") and self.text.issued(line) is None
 
     def control(self) -> dict[str, int]:
@@ -212,5 +203,4 @@ class _Reader:
 
 
 def _arrays(lines: Sequence[Instruction]) -> dict[str, ArrayType]:
-    """The first array of each instruction's result, by name."""
     return {line.name: line.arrays[0] for line in lines if line.arrays}

@@ -89,7 +89,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_search_flags(command: argparse.ArgumentParser) -> None:
-    """Adds the flags for the choices and the length of the search."""
     command.add_argument("--routing", help="balanced, zipf:POWER or routing.json")
     command.add_argument(
         "--codecs", choices=("none", "hybrid", "strong"), help="preset whose codecs may be chosen"
@@ -273,8 +272,9 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
 
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
     console = screen()
+    say = partial(console.print, highlight=False, soft_wrap=True)
     for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+        say(note)
     find = partial(_find, cfg, load)
     result = find(topology)
     console.print(
@@ -284,15 +284,14 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
         highlight=False,
     )
     print_ranked(result, topology, console, args.top)
-    chosen = f"the chosen plan: {speed_text(result.ranked[0], topology)}"
-    console.print(chosen, highlight=False, soft_wrap=True)
+    say(f"the chosen plan: {speed_text(result.ranked[0], topology)}")
     print_why(result, console)
     if (doubt := small_products(result.ranked[0], topology.device)) is not None:
-        console.print(doubt, highlight=False, soft_wrap=True)
+        say(doubt)
     if args.trainer is not None:
-        from moejax.plan.others.show import print_translation, translate
+        from moejax.plan.others.show import TRAINERS, print_translation
 
-        translation = translate(args.trainer, result.ranked[0].cfg, topology)
+        translation = TRAINERS[args.trainer](result.ranked[0].cfg, topology)
         print_translation(translation, result, topology, load, console)
     if args.fewer:
         _print_fewer(result, topology, find, console)
@@ -339,11 +338,11 @@ def _write(
 
 
 def _print_fewer(result, topology, find, console: Console) -> None:
-    """Shows the best plan for half the nodes, a quarter, and so on."""
     from moejax.plan.price.terms import tokens_per_second
     from moejax.plan.report.tables import mesh_text
     from moejax.plan.search.search import nodes_text
 
+    say = partial(console.print, highlight=False, soft_wrap=True)
     best = result.ranked[0]
     rows = [(topology.nodes, best)]
     nodes = topology.nodes
@@ -352,14 +351,12 @@ def _print_fewer(result, topology, find, console: Console) -> None:
         try:
             rows.append((nodes, find(topology.of_nodes(nodes)).ranked[0]))
         except (InputError, ValueError) as error:
-            console.print(f"{nodes_text(nodes)}: {error}", highlight=False, soft_wrap=True)
+            say(f"{nodes_text(nodes)}: {error}")
             break
     for nodes, plan in sorted(rows, key=itemgetter(0)):
         rate = tokens_per_second(plan)
         share = rate / tokens_per_second(best)
-        console.print(
+        say(
             f"{nodes_text(nodes)}: {rate:,.0f} tokens/s ({share:.2f} of what "
-            f"{nodes_text(topology.nodes)} do), {mesh_text(plan.cfg)}",
-            highlight=False,
-            soft_wrap=True,
+            f"{nodes_text(topology.nodes)} do), {mesh_text(plan.cfg)}"
         )

@@ -54,7 +54,11 @@ def read_published(path: Path, devices: int, overrides: Sequence[str] = ()) -> P
         that make another model of it.
     """
     file = path / CONFIG if path.is_dir() else path
-    _check_there(path, file)
+    if not file.is_file():
+        raise InputError(
+            f"--hf has no {CONFIG}. Got {path}. It must be a folder with the {CONFIG} of a model, "
+            "or that file. Check the path."
+        )
     config = read_json(file, SMALL_BYTES)
     family, model = read_config(file, config)
     given = parse_overrides(overrides)
@@ -62,14 +66,6 @@ def read_published(path: Path, devices: int, overrides: Sequence[str] = ()) -> P
     cfg = change(model, values | given)
     _check_same(file, model, cfg)
     return Published(file, family.name, cfg, taken)
-
-
-def _check_there(path: Path, file: Path) -> None:
-    if not file.is_file():
-        raise InputError(
-            f"--hf has no {CONFIG}. Got {path}. It must be a folder with the {CONFIG} of a model, "
-            "or that file. Check the path."
-        )
 
 
 def _step(
@@ -80,18 +76,14 @@ def _step(
     length = LENGTH if type(longest) is not int else max(1, min(LENGTH, longest))
     used = given.get("data.sequence_length", length)
     batch = devices * max(1, -(-STEP_TOKENS // (used * devices)))
-    values = {
-        "model.dtype": "bfloat16",
-        "data.sequence_length": length,
-        "train.batch_sequences": batch,
+    step: dict[str, tuple[Any, str]] = {
+        "model.dtype": ("bfloat16", "compute; masters are float32"),
+        "data.sequence_length": (length, f"at most {LENGTH}"),
+        "train.batch_sequences": (batch, f"at least {STEP_TOKENS / 2**20:g} Mi tokens a step"),
     }
-    reasons = {
-        "model.dtype": "compute; masters are float32",
-        "data.sequence_length": f"at most {LENGTH}",
-        "train.batch_sequences": f"at least {STEP_TOKENS / 2**20:g} Mi tokens a step",
-    }
-    taken = {name: value for name, value in values.items() if name not in given}
-    return taken, {name: reasons[name] for name in taken}
+    taken = {name: entry for name, entry in step.items() if name not in given}
+    values = {name: value for name, (value, _) in taken.items()}
+    return values, {name: reason for name, (_, reason) in taken.items()}
 
 
 def _check_same(file: Path, model: Config, cfg: Config) -> None:

@@ -21,7 +21,7 @@ from moejax.plan.cluster.file import from_json, load_topology, to_text, write_to
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.probe.measure import Effort, expected_text, probe
-from moejax.plan.probe.show import ProgressLine
+from moejax.plan.probe.show import progress_line
 from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.report.page import write_report
 from moejax.plan.report.tables import plan_text
@@ -285,7 +285,7 @@ def _topology(
     if kept is not None:
         note = f"links as an earlier start measured them: remove {path} to measure again"
         return from_json(json.loads(kept), str(path)), (note,)
-    with ProgressLine(processes) as progress:
+    with progress_line(processes) as progress:
         progress("measuring links and devices for the plan; plan.topology names known ones")
         progress(expected_text(quick=True))
         return measure(cfg, devices, processes, progress)

@@ -1,9 +1,11 @@
+"""Which traffic counts as exposed, and the codecs that are named for it."""
+
 from dataclasses import replace
 
 import pytest
 
+from moejax.aot.command import compress_exposed, hidden_shares, traffic_of
 from moejax.aot.compiled import Exchange
-from moejax.aot.exposed import compress_exposed, hidden_shares, traffic_of
 from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
 
@@ -50,11 +52,6 @@ def test_only_what_is_exposed_is_compressed():
         "dense_gradient": "int8+feedback",
         "expert_gradient": "int8+feedback",
     }
-    assert compress_exposed(found, WIDE, "hybrid", hidden_above=0.8) == {
-        "preset": "none",
-        "dense_gradient": "int8+feedback",
-        "expert_gradient": "int8+feedback",
-        "dispatch": "int8",
-        "combine": "int8",
-    }
+    waited = [replace(one, hides=False) for one in found]
+    assert compress_exposed(waited, WIDE, "hybrid").keys() >= {"dispatch", "combine"}
     assert compress_exposed(found, WIDE, "strong")["weights"] == "int8"

@@ -85,17 +85,6 @@ def test_the_tensor_axis_sends_no_duplicates(activations):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 1, 4, 2), (1, 2, 2, 2)])
-def test_recomputation_never_communicates_when_collectives_are_kept(mesh):
-    counts = {}
-    for remat in ("none", "full", "collectives"):
-        found, _ = census(capacity_case(mesh, model={"remat": remat}))
-        counts[remat] = by_kind(found)
-    assert counts["collectives"] == counts["none"]
-    assert counts["full"]["all_to_all"] > counts["none"]["all_to_all"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["token_collectives", "attention", "experts"])
 def test_token_collectives_are_kept_while_weights_are_gathered_again(remat):
     none, _ = census(capacity_case((1, 2, 2, 2)))

@@ -8,7 +8,6 @@ import pytest
 from moejax.aot.compiled import CompiledText
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
-from moejax.plan.price.terms import traffic
 from moejax.plan.trace.reader import collectives
 from tests.cases import CERTAIN, small_config, step_for
 from tests.plan.clusters import cluster
@@ -76,8 +75,9 @@ def test_the_planner_prices_what_copies_send_once_a_step():
         calls = collectives(traced.jaxpr.jaxpr)
         across = [one for one in calls if one.axes == ("replica",)]
         priced = price(traced, cluster(inside=4, nodes=2), read_expert_load("balanced", 8))
-        sent = traffic(priced.main)
-        links = {key: sent[key] for key in sent if key[0] != "host" and "gradient" in key[1]}
+        sent, seconds = priced.main.totals.bytes_sent, priced.main.totals.sent
+        across_nodes = [key for key in sent if key[0] != "host" and "gradient" in key[1]]
+        links = {key: (sent[key], seconds[key]) for key in across_nodes}
         found.append((sum(one.bytes * one.calls for one in across), links))
     assert found[0][0] > 0
     assert found[0][1]

@@ -34,10 +34,7 @@ def layers(x, weights, experts):
         dense = jnp.einsum("td,tf->df", x, x, preferred_element_type=jnp.float32)
         rows = x.reshape(8, -1, WIDTH)
         group = jnp.einsum("gtd,gtf->gdf", rows, rows, preferred_element_type=jnp.float32)
-        sums = sum_shards(
-            dense,
-            spec_of(1, ("fsdp", "expert")),
-        )
+        sums = sum_shards(dense, spec_of(1, ("fsdp", "expert")))
         sums += sum_shards(group, spec_of(1, ("fsdp",)))
         gathered = wire.all_gather(weights, ("fsdp", "expert"), dim=0, tag=None)
         x = jax.nn.relu(x @ gathered)

@@ -1,7 +1,13 @@
-"""Small clusters for tests."""
+"""Small clusters, and small models to plan on them."""
 
+from dataclasses import replace
+
+from moejax.config.checks.planned import pinned
+from moejax.config.schema import Config, PlanConfig
 from moejax.plan.cluster.device import CodecRates, Device
 from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
+from moejax.plan.search.space import Limits
+from tests.cases import small_config
 
 GIB = 2**30
 
@@ -33,3 +39,17 @@ def cluster(
         Tier("network", nodes, same_links(Link(startup, slow))),
     )
     return Topology(1, "test", "made up", device, tiers)
+
+
+def to_plan(batch: int = 32, *, model: dict | None = None, moe: dict | None = None) -> Config:
+    """A small config whose plan is free; without `capacity_factor`, so with overflow rounds."""
+    shapes = {"vocab_size": 264, "mlp_hidden": 384} | (model or {})
+    cfg = small_config(model=shapes, moe=moe or {}, train={"batch_sequences": batch})
+    return replace(cfg, plan=PlanConfig(mode="auto"))
+
+
+def limits_of(cfg: Config, topology: Topology, **changes) -> Limits:
+    """The limits of a search on a cluster: what the config sets stays."""
+    platform = topology.device.platform
+    base = Limits(topology.devices, topology.nodes, platform, pinned=pinned(cfg))
+    return replace(base, **changes)

@@ -33,8 +33,6 @@ COMMON = ["--config", "configs/tiny.py", "--traces", "3"]
         ([*COMMON, "--topology", "h200", "--routing", "uneven"], "cannot be read"),
         ([*COMMON, "--topology", "h200", "--config.mesh.nodes=5"], "--topology h200 has 2"),
         ([*COMMON, "--topology", "h200", "--seconds", "nan"], "--seconds is nan"),
-        ([*COMMON, "--topology", "h200", "--seconds", "inf"], "--seconds is inf"),
-        ([*COMMON, "--topology", "h200", "--seconds", "0"], "--seconds is 0"),
         ([*COMMON, "--topology", "h200", "--seconds", "-5"], "--seconds is -5"),
         ([*COMMON, "--topology", "h200", "--traces", "1"], "--traces is 1"),
         ([*COMMON, "--topology", "h200", "--top", "0"], "--top is 0"),
@@ -43,7 +41,6 @@ COMMON = ["--config", "configs/tiny.py", "--traces", "3"]
         (["--topology", "h200", "--hf", "/nowhere"], "has no config.json"),
         ([*COMMON, "--topology", "h200", "--hf", "model"], "two models"),
         ([*COMMON, "--topology", "tpu_v5p", "--as", "megatron"], "trains on GPUs"),
-        ([*COMMON, "--topology", "tpu_v5p", "--as", "torchtitan"], "trains on GPUs"),
         ([*COMMON, "--topology", "h200", "--as", "maxtext", "--config.lora.rank=4"], "lora"),
     ],
 )
@@ -137,13 +134,6 @@ def test_a_file_that_asks_for_a_plan_pins_what_it_sets(tmp_path):
     words = ["--config", str(tmp_path / "mine.json"), "--topology", "h200:2"]
     assert asked(*words) == (asked(*words)[0], ["pinned: mesh.tensor = 2 (config file)"])
     assert pinned(asked(*words, "--free", "mesh")[0]) == frozenset()
-
-
-def test_an_unknown_trainer_is_refused(capsys):
-    with pytest.raises(SystemExit) as error:
-        main([*COMMON, "--topology", "h200", "--as", "levanter"])
-    assert error.value.code == 2
-    assert "levanter" in capsys.readouterr().err
 
 
 def test_a_printed_topology_is_read_back_unchanged(tmp_path, capsys):

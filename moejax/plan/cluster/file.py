@@ -7,6 +7,7 @@ instead of bytes would silently give a wrong plan, so every field is checked.
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -177,9 +178,8 @@ def _device(part: JsonObject) -> Device:
         _check_unit(products, one_line(dtype[:80]), fastest, SLOWEST_PRODUCT, "FLOP/s")
     if not curves:
         part.refuse("`device.products` is empty", {}, "rates of at least one dtype", "Add float32")
-    copies: tuple[tuple[Any, float], ...] = ()
+    copies = part.curve("copies") if "copies" in part.facts else ()
     if "copies" in part.facts:
-        copies = part.curve("copies")
         _check_sizes(part, "copies", copies)
     codecs = part.inner("codecs") if "codecs" in part.facts else None
     for name in ("copy_bytes_per_s", "gather_bytes_per_s"):
@@ -256,7 +256,6 @@ def _link(part: JsonObject) -> Link:
 
 
 def _check_tiers(part: JsonObject, topology: Topology) -> None:
-    """Checks that tiers are listed fastest first."""
     for index, (fast, slow) in enumerate(zip(topology.tiers, topology.tiers[1:], strict=False)):
         if all(fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s for kind in KINDS):
             rates = [tier.links["all_to_all"].bytes_per_s for tier in (fast, slow)]
@@ -274,23 +273,19 @@ def _check_pairs(part: JsonObject, topology: Topology) -> None:
     if len(pairs) != nodes or any(len(row) != nodes for row in pairs):
         sizes = [len(row) for row in pairs]
         part.refuse("`pairs` is not whole", sizes, f"{nodes} rows of {nodes}", "Probe again")
-    for a in range(nodes):
-        for b in range(nodes):
-            where = f"`pairs[{a}][{b}]`"
-            if (pairs[a][b] > 0) == (a == b):
-                rule = "0" if a == b else "above 0: every pair is measured"
-                part.refuse(f"{where} is wrong", pairs[a][b], rule, "Probe again")
-    if topology.asymmetric:
-        return
-    for a in range(nodes):
-        for b in range(nodes):
-            if pairs[a][b] > ASYMMETRY * pairs[b][a]:
-                part.refuse(
-                    f"`pairs` differ by direction: {a} to {b}, and {b} to {a}",
-                    [pairs[a][b], pairs[b][a]],
-                    f"alike within {ASYMMETRY - 1:.0%}: links carry both directions",
-                    "Repair the link and probe again, or set `asymmetric` to true if it is so",
-                )
+    places = list(itertools.product(range(nodes), repeat=2))
+    for a, b in places:
+        if (pairs[a][b] > 0) == (a == b):
+            rule = "0" if a == b else "above 0: every pair is measured"
+            part.refuse(f"`pairs[{a}][{b}]` is wrong", pairs[a][b], rule, "Probe again")
+    for a, b in places:
+        if pairs[a][b] > ASYMMETRY * pairs[b][a] and not topology.asymmetric:
+            part.refuse(
+                f"`pairs` differ by direction: {a} to {b}, and {b} to {a}",
+                [pairs[a][b], pairs[b][a]],
+                f"alike within {ASYMMETRY - 1:.0%}: links carry both directions",
+                "Repair the link and probe again, or set `asymmetric` to true if it is so",
+            )
 
 
 def _check_known(part: JsonObject, topology: Topology) -> None:
@@ -317,10 +312,9 @@ def _known_rates() -> dict[str, tuple[float, ...]]:
     for name in known_clusters():
         topology = read_topology(CLUSTERS / f"{name}.json")
         rates = [max(link.bytes_per_s for link in t.links.values()) for t in topology.tiers]
-        before = fastest.get(topology.device.name.lower(), ())
-        longer, shorter = sorted((tuple(rates), before), key=len, reverse=True)
-        both = tuple(map(max, zip(longer, shorter, strict=False)))
-        fastest[topology.device.name.lower()] = both + longer[len(shorter) :]
+        device = topology.device.name.lower()
+        both = itertools.zip_longest(rates, fastest.get(device, ()), fillvalue=0.0)
+        fastest[device] = tuple(map(max, both))
     return fastest
 
 

@@ -14,6 +14,7 @@ import itertools
 import math
 import operator
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moejax.plan.cluster.device import Device
@@ -88,32 +89,7 @@ class SlowNode:
     node: int
     name: str
     bytes_per_s: float  # rate of a device in the node's slower direction
-    usual_bytes_per_s: float
-
-    @property
-    def times_slower(self) -> float:
-        """The usual rate over the node's."""
-        return self.usual_bytes_per_s / self.bytes_per_s
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """The fastest method for one collective over the whole cluster, by size.
-
-    Attributes:
-      kind: "all_to_all" or "all_reduce".
-      seconds: method -> seconds at each of `SIZES` (bytes of a device's operand).
-      changes: (bytes, fastest method from there on), the first at the smallest size.
-    """
-
-    kind: str
-    seconds: dict[str, tuple[float, ...]]
-    changes: tuple[tuple[int, str], ...]
-
-    def best(self, operand_bytes: float) -> str:
-        """Returns the fastest method at a size."""
-        sizes = [size for size, _ in self.changes]
-        return self.changes[max(0, bisect.bisect_right(sizes, operand_bytes) - 1)][1]
+    times_slower: float  # the usual rate over the node's
 
 
 @dataclass(frozen=True)
@@ -198,29 +174,30 @@ class Topology:
             result.append(link.seconds(wire_bytes, starts) if number else 0.0)
         return tuple(result)
 
-    def crossover(self) -> tuple[Crossover, ...]:
-        """Returns by size whether one flat collective, or one collective per tier, is faster.
+    def crossover(self) -> dict[str, tuple[tuple[int, str], ...]]:
+        """Returns whether one flat collective, or one collective per tier, is faster.
 
-        flat: each device sends to every other. ring: one step per device, with as many rings as a
-        node has devices. two_level: one collective per tier, so that fewer and larger messages
-        cross slow links. A two-level all-reduce sums inside the node first.
+        For an all-to-all and an all-reduce over the whole cluster: (bytes of a device's operand,
+        the fastest method from there on), the first at the smallest size. flat: each device sends
+        to every other. ring: one step per device, with as many rings as a node has devices.
+        two_level: one collective per tier, so that fewer and larger messages cross slow links. A
+        two-level all-reduce sums inside the node first.
         """
-        methods = {
-            "all_to_all": (("flat", self._flat), ("two_level", self._two_level)),
-            "all_reduce": (("ring", self._flat), ("two_level", self._two_level)),
+        return {
+            kind: self._changes(kind, {flat: self._flat, "two_level": self._two_level})
+            for kind, flat in (("all_to_all", "flat"), ("all_reduce", "ring"))
         }
-        crossovers = []
-        for kind, by_name in methods.items():
-            seconds = {
-                name: tuple(method(kind, size) for size in SIZES) for name, method in by_name
-            }
-            changes: list[tuple[int, str]] = []
-            for index, size in enumerate(SIZES):
-                best = min(seconds, key=lambda name, index=index: seconds[name][index])
-                if not changes or best != changes[-1][1]:
-                    changes.append((size, best))
-            crossovers.append(Crossover(kind, seconds, tuple(changes)))
-        return tuple(crossovers)
+
+    def _changes(
+        self, kind: str, methods: dict[str, Callable[[str, float], float]]
+    ) -> tuple[tuple[int, str], ...]:
+        changes: list[tuple[int, str]] = []
+        for size in SIZES:
+            seconds = {name: method(kind, size) for name, method in methods.items()}
+            best = min(seconds, key=seconds.__getitem__)
+            if not changes or best != changes[-1][1]:
+                changes.append((size, best))
+        return tuple(changes)
 
     def slow_nodes(self) -> tuple[SlowNode, ...]:
         """Returns the nodes with less than `SLOW_BELOW` of the usual rate to or from most others.
@@ -236,7 +213,7 @@ class Topology:
             rates.append(min(out, back) if count > 2 else out)
         usual = statistics.median_high(rates) if rates else 0.0
         return tuple(
-            SlowNode(node, self.node_names[node] if self.node_names else str(node), rate, usual)
+            SlowNode(node, [*self.node_names, *map(str, range(count))][node], rate, usual / rate)
             for node, rate in enumerate(rates)
             if rate < SLOW_BELOW * usual
         )

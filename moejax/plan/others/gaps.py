@@ -1,11 +1,14 @@
 """Parts of a plan that no other trainer here has, or that several lack, as sentences."""
 
+from collections.abc import Iterable
 from dataclasses import fields
 
 from moejax.config.compression import STAGES, Codecs, build_compression
 from moejax.config.schema import Config
 from moejax.plan.others.translation import Gap, has_chunks
 
+# Whether the plan has a part, the part, and the trainer's way in its place.
+Row = tuple[bool, str, str]
 # Classes of traffic in words.
 CLASSES = {
     "dense_gradient": "gradients of weights outside the experts",
@@ -20,86 +23,71 @@ CLASSES = {
 }
 
 
+def gaps_of(rows: Iterable[Row]) -> list[Gap]:
+    """Returns the gaps that the plan has."""
+    return [Gap(what, instead) for has, what, instead in rows if has]
+
+
 def codec_gaps(cfg: Config) -> list[Gap]:
     """Returns a gap for each class of traffic that the plan compresses between nodes."""
     policy, gaps = build_compression(cfg.compression), []
-    sent = [entry.name for entry in fields(Codecs)]
-    for name in sent if cfg.mesh.stage > 1 else [n for n in sent if n not in STAGES]:
+    for name in (entry.name for entry in fields(Codecs)):
         specs = list(dict.fromkeys(map(str, policy.all_of(name))))
-        if specs:
+        if specs and (cfg.mesh.stage > 1 or name not in STAGES):
             levels = any(spec.levels for spec in policy.all_of(name))
             when = ", chosen anew during the run" if levels else ""
             when = ", changed at steps of the run" if len(specs) > 1 else when
-            gaps.append(
-                Gap(
-                    f"codec of {CLASSES[name]} between nodes: {' then '.join(specs)}{when}",
-                    "sends them uncompressed, so more bytes cross nodes",
-                )
-            )
+            what = f"codec of {CLASSES[name]} between nodes: {' then '.join(specs)}{when}"
+            gaps.append(Gap(what, "sends them uncompressed, so more bytes cross nodes"))
     return gaps
 
 
-def stage_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gaps of slices, and of embedding and loss, which are spread over stages."""
-    if cfg.mesh.stage == 1:
-        return []
-    what = "embedding and loss are spread over the stages"
-    alone = Gap(what, "has the embedding on the first stage and the loss on the last")
-    return [alone, *slice_gaps(cfg)]
+def ends_row(cfg: Config) -> Row:
+    """Returns the row of embedding and loss, which are spread over stages."""
+    instead = "has the embedding on the first stage and the loss on the last"
+    return cfg.mesh.stage > 1, "embedding and loss are spread over the stages", instead
 
 
-def slice_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gap of slices of sequences that follow one another through stages."""
+def slices_row(cfg: Config) -> Row:
+    """Returns the row of slices of sequences that follow one another through stages."""
     count = cfg.mesh.stage_slices
-    return [Gap(f"{count} slices of a sequence", "passes whole sequences on")] if count > 1 else []
+    return count > 1, f"{count} slices of a sequence", "passes whole sequences on"
 
 
-def across_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gap of weights that are gathered across nodes first, then inside."""
-    if cfg.mesh.gather_across == "flat":
-        return []
+def across_row(cfg: Config) -> Row:
+    """Returns the row of weights that are gathered across nodes first, then inside."""
     what = "weights gathered across nodes first, then inside the node"
-    return [Gap(what, "gathers them in one collective over all devices")]
+    instead = "gathers them in one collective over all devices"
+    return cfg.mesh.gather_across != "flat", what, instead
 
 
-def reduction_gaps(cfg: Config, instead: str) -> list[Gap]:
-    """Returns the gap of gradients that are reduced in pieces.
-
-    Args:
-      instead: text about the trainer's own way.
-    """
-    if cfg.train.reduction_bytes is None:
-        return []
-    size = cfg.train.reduction_bytes / 2**20
-    return [Gap(f"gradients reduced in pieces of {size:.3g} MiB", instead)]
+def dense_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of dense weights that are gathered and reduced once a step."""
+    has = cfg.mesh.gather_dense == "step" and cfg.mesh.fsdp * cfg.mesh.expert > 1
+    return has, "dense weights gathered, and their gradients reduced, once a step", instead
 
 
-def chunk_gaps(cfg: Config, instead: str) -> list[Gap]:
-    """Returns the gap of an exchange in chunks that overlap with the experts' products.
+def pieces_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of gradients that are reduced in pieces."""
+    size = cfg.train.reduction_bytes
+    what = f"gradients reduced in pieces of {(size or 0) / 2**20:.3g} MiB"
+    return size is not None, what, instead
 
-    Args:
-      instead: text about the trainer's own way.
-    """
-    if not has_chunks(cfg):
-        return []
+
+def chunks_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of an exchange in chunks that overlap with the experts' products."""
     forward, backward = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
     what = f"exchange of tokens in chunks ({forward} forward, {backward} backward), which overlap"
-    return [Gap(what, instead)]
+    return has_chunks(cfg), what, instead
 
 
-def trim_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gap of buckets that send only filled rows."""
-    if not cfg.route_trim:
-        return []
-    return [Gap("only filled rows of buckets travel", "has sizes of messages of its own")]
+def trim_row(cfg: Config) -> Row:
+    """Returns the row of buckets that send only filled rows."""
+    instead = "has sizes of messages of its own"
+    return cfg.route_trim, "only filled rows of buckets travel", instead
 
 
-def whole_experts_gaps(cfg: Config, instead: str) -> list[Gap]:
-    """Returns the gap of experts that are copied to every tensor rank.
-
-    Args:
-      instead: text about the trainer's own way.
-    """
-    if cfg.mesh.tensor == 1 or cfg.mesh.expert_weights != "whole" or not cfg.model.has_experts:
-        return []
-    return [Gap("a copy of each expert on every tensor rank (whole)", instead)]
+def whole_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of experts that are copied to every tensor rank."""
+    has = cfg.mesh.tensor > 1 and cfg.mesh.expert_weights == "whole" and cfg.model.has_experts
+    return has, "a copy of each expert on every tensor rank (whole)", instead

@@ -8,13 +8,16 @@ expert and tensor do here: dense weights over fsdp and expert, experts' hidden w
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
-    across_gaps,
-    chunk_gaps,
+    Row,
+    across_row,
+    chunks_row,
     codec_gaps,
-    reduction_gaps,
-    slice_gaps,
-    trim_gaps,
-    whole_experts_gaps,
+    dense_row,
+    gaps_of,
+    pieces_row,
+    slices_row,
+    trim_row,
+    whole_row,
 )
 from moejax.plan.others.shapes import MAXTEXT, shape_of
 from moejax.plan.others.translation import (
@@ -41,50 +44,30 @@ ATTENTION = {
     "gpu": "its fused attention for GPUs (TransformerEngine, cuDNN)",
     "cpu": "no fused attention on CPUs",
 }
+TOKENS = ("moe_x_sorted", "moe_mlpwo")
+TOKENS_KEPT = "tokens that came over the network are kept"
 # model.remat -> (remat_policy, tensors that a custom policy keeps, the consequence).
 REMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "none": ("minimal_with_context", (), "nothing is recomputed; this is the least it documents"),
     "dots": ("minimal", (), "results of matrix products are kept"),
     "full": ("full", (), "inputs of a block alone are kept"),
-    "collectives": (
-        "custom",
-        ("moe_x_sorted", "moe_mlpwo"),
-        "tokens that came over the network are kept",
-    ),
-    "token_collectives": (
-        "custom",
-        ("moe_x_sorted", "moe_mlpwo"),
-        "tokens that came over the network are kept",
-    ),
+    "collectives": ("custom", TOKENS, TOKENS_KEPT),
+    "token_collectives": ("custom", TOKENS, TOKENS_KEPT),
     "attention": (
         "custom",
-        ("moe_x_sorted", "moe_mlpwo", "context", "out_proj"),
+        (*TOKENS, "context", "out_proj"),
         "tokens that came over the network and results of attention are kept",
     ),
     "experts": (
         "custom",
-        (
-            "moe_x_sorted",
-            "moe_mlpwo",
-            "context",
-            "out_proj",
-            "moe_mlpwi_0",
-            "moe_mlpwi_1",
-            "mlpwi_0",
-            "mlpwi_1",
-        ),
+        (*TOKENS, "context", "out_proj", "moe_mlpwi_0", "moe_mlpwi_1", "mlpwi_0", "mlpwi_1"),
         "tokens, results of attention, and gate and up of hidden layers are kept",
     ),
 }
 
 
 def to_maxtext(cfg: Config, platform: str) -> Translation:
-    """Returns the nearest settings of MaxText.
-
-    Args:
-      cfg: a plan's resolved config.
-      platform: platform of the cluster: cpu, gpu or tpu.
-    """
+    """Returns the nearest settings of MaxText for a plan's resolved config."""
     sizes = sizes_of(cfg)
     options = [
         *_model(cfg),
@@ -157,7 +140,6 @@ def _mesh(cfg: Config, sizes: Sizes, platform: str) -> list[Option]:
 
 
 def _stages(cfg: Config, sizes: Sizes) -> list[Option]:
-    """Returns layers and micro-batches of pipeline stages."""
     if sizes.stage == 1:
         return []
     kinds, repeats = layer_groups(cfg.model)[-1]
@@ -171,7 +153,6 @@ def _stages(cfg: Config, sizes: Sizes) -> list[Option]:
 
 
 def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
-    """Returns batch, sequence length and dtypes."""
     # The micro-batches of a pipeline are no accumulation there.
     steps = sizes.micro_batches if sizes.stage == 1 else 1
     share = sizes.batch / (sizes.devices * steps)
@@ -189,7 +170,6 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
 
 
 def _experts(cfg: Config, platform: str) -> list[Option]:
-    """Returns kernels of experts and attention, and whether tokens are dropped."""
     attention = {"tpu": "flash", "gpu": "cudnn_flash_te", "cpu": "dot_product"}[platform]
     options = [Option("attention", attention, ATTENTION[platform])]
     if platform == "gpu":
@@ -223,69 +203,54 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
-    """Returns the parts of the plan that the settings above leave out."""
-    gaps = [*_model_gaps(cfg), *_mesh_gaps(cfg, sizes, platform)]
-    gaps += chunk_gaps(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)")
-    gaps += _route_gaps(cfg)
-    gaps += trim_gaps(cfg)
-    gaps += across_gaps(cfg)
-    if cfg.mesh.gather_dense == "step" and sizes.fsdp * sizes.expert > 1:
-        gaps.append(
-            Gap(
-                "dense weights gathered, and their gradients reduced, once a step",
-                "gathers and reduces at each use, in each micro-batch",
-            )
-        )
-    gaps += reduction_gaps(cfg, "leaves the size of reductions to XLA")
-    gaps += codec_gaps(cfg)
-    gaps += slice_gaps(cfg)
-    if cfg.mesh.stage > 1:
-        what = f"the schedule {cfg.mesh.schedule}"
-        gaps.append(Gap(what, "runs all forward passes first, so keeps more"))
-    if cfg.model.remat == "none":
-        gaps.append(Gap("no recomputation", "recomputes what lies between matrix products"))
-    if cfg.model.remat == "collectives":
-        gaps.append(Gap("gathered weights kept for backward", "gathers them again"))
-    return gaps
+    mesh, remat = cfg.mesh, cfg.model.remat
+    folded = mesh.tensor > 1 and cfg.model.has_experts and mesh.expert_weights == "folded"
+    spread = "experts spread over (expert, tensor), each whole on one device (folded)"
+    several, borders = platform == "cpu" and sizes.nodes > 1, "axes split at the borders of nodes"
+    order, kept = f"the schedule {mesh.schedule}", "gathered weights kept for backward"
+    rows = [
+        whole_row(cfg, "shards their hidden width over the tensor axis"),
+        (folded, spread, "spreads them over expert, their hidden width over tensor"),
+        (several, borders, "counts one slice on CPUs"),
+        chunks_row(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)"),
+        _route_row(cfg),
+        trim_row(cfg),
+        across_row(cfg),
+        dense_row(cfg, "gathers and reduces at each use, in each micro-batch"),
+        pieces_row(cfg, "leaves the size of reductions to XLA"),
+    ]
+    last = [
+        slices_row(cfg),
+        (mesh.stage > 1, order, "runs all forward passes first, so keeps more"),
+        (remat == "none", "no recomputation", "recomputes what lies between matrix products"),
+        (remat == "collectives", kept, "gathers them again"),
+    ]
+    return [*_model_gaps(cfg), *gaps_of(rows), *codec_gaps(cfg), *gaps_of(last)]
 
 
 def _model_gaps(cfg: Config) -> list[Gap]:
     if shape_of(cfg) in MAXTEXT:
         return []
-    what = "a model of this shape by name"
+    model, moe = cfg.model, cfg.moe
+    mixed = model.has_experts and bool(model.layer_mlps or model.moe_every != 1)
+    dense, shared = "dense blocks between those with experts", moe.shared_width
     instead = "has no file of it: choose decoder_block, and check norms, rotary positions, router"
-    gaps, model, moe = [Gap(what, instead)], cfg.model, cfg.moe
-    if model.has_experts and (model.layer_mlps or model.moe_every != 1):
-        what = "dense blocks between those with experts"
-        gaps.append(Gap(what, "has dense blocks at the start: set the others by hand"))
-    if moe.shared_width % moe.expert_hidden:
-        what = f"shared experts of width {moe.shared_width}"
-        gaps.append(Gap(what, "has shared experts of an expert's width"))
-    return gaps
+    other = shared % moe.expert_hidden > 0
+    return gaps_of(
+        [
+            (True, "a model of this shape by name", instead),
+            (mixed, dense, "has dense blocks at the start: set the others by hand"),
+            (other, f"shared experts of width {shared}", "has shared experts of an expert's width"),
+        ]
+    )
 
 
-def _mesh_gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
-    """Returns gaps of the placement of weights and devices."""
-    gaps = whole_experts_gaps(cfg, "shards their hidden width over the tensor axis")
-    if sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "folded":
-        gaps.append(
-            Gap(
-                "experts spread over (expert, tensor), each whole on one device (folded)",
-                "spreads them over expert, their hidden width over tensor",
-            )
-        )
-    if platform == "cpu" and sizes.nodes > 1:
-        gaps.append(Gap("axes split at the borders of nodes", "counts one slice on CPUs"))
-    return gaps
-
-
-def _route_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gap of the route that tokens take; its own is one flat exchange."""
-    if not has_exchange(cfg) or (cfg.route in ("split", "duplicate") and cfg.mesh.tensor == 1):
-        return []
+def _route_row(cfg: Config) -> Row:
+    """The route that tokens take; MaxText's own is one flat exchange."""
+    has = has_exchange(cfg) and (cfg.route not in ("split", "duplicate") or cfg.mesh.tensor > 1)
     what = {
         "merge": "a token crosses once to each device that has its experts (merge)",
         "two_level": "exchange in two levels, between nodes first (two_level)",
         "two_level_merge": "exchange in two levels, a token once to each node (two_level_merge)",
     }.get(cfg.route, f"the route {cfg.route}, which says what tensor ranks send")
-    return [Gap(what, "has one flat ragged all-to-all, a row for each choice of a token")]
+    return has, what, "has one flat ragged all-to-all, a row for each choice of a token"

@@ -7,13 +7,16 @@ here: tensor next to each other, then expert, then the rest of data parallelism.
 
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
-    across_gaps,
-    chunk_gaps,
+    Row,
+    across_row,
+    chunks_row,
     codec_gaps,
-    reduction_gaps,
-    stage_gaps,
-    trim_gaps,
-    whole_experts_gaps,
+    ends_row,
+    gaps_of,
+    pieces_row,
+    slices_row,
+    trim_row,
+    whole_row,
 )
 from moejax.plan.others.megatron_model import model_gaps, model_options
 from moejax.plan.others.translation import (
@@ -36,31 +39,32 @@ YOURS = (
     "parallelism without Megatron-FSDP needs CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell"
 )
 DEEPEP_NODE = 8  # devices of a node up to which DeepEP is taken; HybridEP is for larger ones
+NORMS = ("layernorm", "moe_act")
 # model.remat -> (granularity, modules that are recomputed, the consequence).
 REMATS: dict[str, tuple[str | None, tuple[str, ...], str]] = {
     "none": (None, (), "nothing is recomputed"),
-    "dots": (
-        "selective",
-        ("core_attn", "layernorm", "moe_act"),
-        "results of matrix products are kept",
-    ),
-    "experts": ("selective", ("layernorm", "moe_act"), "attention, gate and up are kept"),
-    "attention": (
-        "selective",
-        ("layernorm", "moe_act"),
-        "attention is kept, and more than planned",
-    ),
+    "dots": ("selective", ("core_attn", *NORMS), "results of matrix products are kept"),
+    "experts": ("selective", NORMS, "attention, gate and up are kept"),
+    "attention": ("selective", NORMS, "attention is kept, and more than planned"),
     "collectives": ("full", (), "next in memory: inputs of a block alone"),
     "token_collectives": ("full", (), "next in memory: inputs of a block alone"),
     "full": ("full", (), "inputs of a block alone are kept"),
 }
+# model.remat -> Megatron-LM's way where it keeps other values.
+RECOMPUTED = {
+    "collectives": "sends tokens and gathers weights again in backward",
+    "token_collectives": "sends tokens again in backward (recompute-granularity selective does "
+    "not, and needs more memory)",
+    "attention": "keeps gate and up, so needs more memory: to compute them again it would send "
+    "tokens again (recompute-modules moe)",
+}
+LEVELS = ("merge", "two_level", "two_level_merge")  # routes that its flex dispatcher resembles
 
 
 def to_megatron(cfg: Config, node_devices: int) -> Translation:
-    """Returns the nearest arguments of Megatron-LM.
+    """Returns the nearest arguments of Megatron-LM for a plan's resolved config.
 
     Args:
-      cfg: a plan's resolved config.
       node_devices: devices that the fastest links join.
     """
     sizes = sizes_of(cfg)
@@ -95,13 +99,10 @@ def _expert_sizes(cfg: Config, sizes: Sizes) -> tuple[int, int]:
 
 def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
     ranks = f"replica {sizes.replica} x fsdp {sizes.fsdp} x expert {sizes.expert}"
+    stages = f"{stages_text(cfg)}; the rest is data parallel: {ranks}"
     options = [
         Option("tensor-model-parallel-size", sizes.tensor, f"tensor {sizes.tensor}"),
-        Option(
-            "pipeline-model-parallel-size",
-            sizes.stage,
-            f"{stages_text(cfg)}; the rest is data parallel: {ranks}",
-        ),
+        Option("pipeline-model-parallel-size", sizes.stage, stages),
         Option("context-parallel-size", 1, "sequences stay whole"),
     ]
     if sizes.stage > 1 and cfg.model.stage_chunks > 1:
@@ -185,7 +186,7 @@ def _experts(cfg: Config, node_devices: int) -> list[Option]:
 
 
 def _dispatcher(cfg: Config, node_devices: int) -> list[Option]:
-    if not has_exchange(cfg) or cfg.route not in ("merge", "two_level", "two_level_merge"):
+    if not has_exchange(cfg) or cfg.route not in LEVELS:
         text = f"route {cfg.route}" if has_exchange(cfg) else "every device has all its experts"
         return [Option("moe-token-dispatcher-type", "alltoall", f"{text}: one flat exchange")]
     backend = "deepep" if node_devices <= DEEPEP_NODE else "hybridep"
@@ -223,56 +224,37 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    """Returns the parts of the plan that the arguments above leave out."""
-    gaps = [*model_gaps(cfg), *_sharding_gaps(cfg, sizes)]
-    gaps += whole_experts_gaps(cfg, "has copies too, but on groups of neighbouring devices")
-    if sizes.tensor > 1 and cfg.mesh.activations != "sequence" and cfg.model.has_experts:
-        gaps.append(Gap("whole activations on each tensor rank", "shards them by sequence"))
-    overlap = "exchanges all tokens at once" + (
-        "; it overlaps the exchange of one micro-batch with the products of another"
-        if _overlaps(cfg)
-        else ""
-    )
-    gaps += chunk_gaps(cfg, overlap)
-    gaps += _route_gaps(cfg)
-    gaps += trim_gaps(cfg)
-    gaps += across_gaps(cfg)
-    gaps += reduction_gaps(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)")
-    gaps += codec_gaps(cfg)
-    gaps += stage_gaps(cfg)
-    if cfg.mesh.stage > 1 and cfg.mesh.schedule == "combined_1f1b":
-        what = "layers forward and backward in turns, for their exchanges"
-        gaps.append(Gap(what, "is written as 1F1B; see its --overlap-moe-expert-parallel-comm"))
-    gaps += _remat_gaps(cfg)
-    return gaps
+    mesh, remat = cfg.mesh, cfg.model.remat
+    sharded = sizes.fsdp * sizes.expert > 1 and not _sharded_once(cfg, sizes)
+    once = "dense weights gathered once a step, experts' at each use"
+    whole = sizes.tensor > 1 and mesh.activations != "sequence" and cfg.model.has_experts
+    beside = "; it overlaps the exchange of one micro-batch with the products of another"
+    combined = mesh.stage > 1 and mesh.schedule == "combined_1f1b"
+    turns = "layers forward and backward in turns, for their exchanges"
+    plain = "is written as 1F1B; see its --overlap-moe-expert-parallel-comm"
+    rows = [
+        (sharded and mesh.gather_dense == "step", once, "gathers all of them at each use"),
+        whole_row(cfg, "has copies too, but on groups of neighbouring devices"),
+        (whole, "whole activations on each tensor rank", "shards them by sequence"),
+        chunks_row(cfg, f"exchanges all tokens at once{beside * _overlaps(cfg)}"),
+        _route_row(cfg),
+        trim_row(cfg),
+        across_row(cfg),
+        pieces_row(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)"),
+    ]
+    last = [
+        ends_row(cfg),
+        slices_row(cfg),
+        (combined, turns, plain),
+        (remat in RECOMPUTED, f"the values that remat {remat} keeps", RECOMPUTED.get(remat, "")),
+    ]
+    return [*model_gaps(cfg), *gaps_of(rows), *codec_gaps(cfg), *gaps_of(last)]
 
 
-def _sharding_gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    over = sizes.fsdp * sizes.expert
-    if over > 1 and not _sharded_once(cfg, sizes) and cfg.mesh.gather_dense == "step":
-        what = "dense weights gathered once a step, experts' at each use"
-        return [Gap(what, "gathers all of them at each use")]
-    return []
-
-
-def _route_gaps(cfg: Config) -> list[Gap]:
-    if not has_exchange(cfg):
-        return []
-    if cfg.route in ("merge", "two_level", "two_level_merge"):
-        what = f"the route {cfg.route} as it was priced"
-        return [Gap(what, "its kernels choose levels and de-duplicate in their own way")]
-    if cfg.route != "split" and cfg.mesh.tensor > 1:
-        what = f"the route {cfg.route}"
-        return [Gap(what, "sends each tensor rank's own tokens, then gathers inside tensor ranks")]
-    return []
-
-
-def _remat_gaps(cfg: Config) -> list[Gap]:
-    instead = {
-        "collectives": "sends tokens and gathers weights again in backward",
-        "token_collectives": "sends tokens again in backward (recompute-granularity selective "
-        "does not, and needs more memory)",
-        "attention": "keeps gate and up, so needs more memory: to compute them again it would "
-        "send tokens again (recompute-modules moe)",
-    }.get(cfg.model.remat)
-    return [Gap(f"the values that remat {cfg.model.remat} keeps", instead)] if instead else []
+def _route_row(cfg: Config) -> Row:
+    what = f"the route {cfg.route}"
+    if cfg.route in LEVELS:
+        instead = "its kernels choose levels and de-duplicate in their own way"
+        return has_exchange(cfg), f"{what} as it was priced", instead
+    instead = "sends each tensor rank's own tokens, then gathers inside tensor ranks"
+    return has_exchange(cfg) and cfg.route != "split" and cfg.mesh.tensor > 1, what, instead

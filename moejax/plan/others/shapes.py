@@ -1,7 +1,5 @@
 """Published models by shape, and the names that other trainers give to them."""
 
-from dataclasses import dataclass
-
 from moejax.config.schema import Config
 
 # (width, layers, routed experts, experts per token, hidden width of an expert)
@@ -33,21 +31,13 @@ MAXTEXT: dict[Shape, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Registered:
-    """A config that a module of torchtitan registers: its `--module` and `--config`."""
-
-    module: str
-    config: str
-
-
-# Functions of torchtitan 0.3.0 (torchtitan/models/*/config_registry.py).
-TORCHTITAN: dict[Shape, Registered] = {
-    QWEN3_30B_A3B: Registered("qwen3", "qwen3_30b_a3b"),
-    DEEPSEEK_V2_LITE: Registered("deepseek_v3", "deepseek_v3_16b"),
-    DEEPSEEK_V3: Registered("deepseek_v3", "deepseek_v3_671b"),
-    GPT_OSS_20B: Registered("gpt_oss", "gpt_oss_20b"),
-    GPT_OSS_120B: Registered("gpt_oss", "gpt_oss_120b"),
+# `--module` and `--config` of torchtitan 0.3.0 (torchtitan/models/*/config_registry.py).
+TORCHTITAN: dict[Shape, tuple[str, str]] = {
+    QWEN3_30B_A3B: ("qwen3", "qwen3_30b_a3b"),
+    DEEPSEEK_V2_LITE: ("deepseek_v3", "deepseek_v3_16b"),
+    DEEPSEEK_V3: ("deepseek_v3", "deepseek_v3_671b"),
+    GPT_OSS_20B: ("gpt_oss", "gpt_oss_20b"),
+    GPT_OSS_120B: ("gpt_oss", "gpt_oss_120b"),
 }
 
 

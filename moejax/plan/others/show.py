@@ -26,10 +26,8 @@ NVIDIA_ONLY = ("megatron", "torchtitan")
 
 
 def check_trainer(name: str, cfg: Config, topology: Topology) -> None:
-    """Refuses a trainer that cannot run a plan of this config on this cluster.
+    """Refuses a trainer of `TRAINERS` that cannot run a plan of this config on this cluster.
 
-    Args:
-      name: one of `TRAINERS`.
     Raises:
       InputError: for a cluster without GPUs, or a config without counterpart there.
     """
@@ -44,16 +42,6 @@ def check_trainer(name: str, cfg: Config, topology: Topology) -> None:
             f"--as is {name}, but `lora.rank` is {cfg.lora.rank}. Only plans that train all "
             "weights have a counterpart there. Leave lora.rank out."
         )
-
-
-def translate(name: str, cfg: Config, topology: Topology) -> Translation:
-    """Returns a plan in the settings of another trainer.
-
-    Args:
-      name: one of `TRAINERS`.
-      cfg: the plan's resolved config.
-    """
-    return TRAINERS[name](cfg, topology)
 
 
 def print_translation(
@@ -92,11 +80,6 @@ def _reasons(translation: Translation) -> Table:
     return table
 
 
-def _shortened(text: str) -> str:
-    """Returns the beginning of a text about where a cluster's rates come from."""
-    return text if len(text) <= SOURCE_LETTERS else f"{text[:SOURCE_LETTERS].rstrip()} ..."
-
-
 def assumptions(
     translation: Translation, result: SearchResult, topology: Topology, load: ExpertLoad
 ) -> list[str]:
@@ -105,11 +88,14 @@ def assumptions(
     cfg = best.cfg
     factor = cfg.moe.capacity_factor
     drops = "no token is dropped" if factor is None else f"capacity factor {factor:g}: tokens drop"
+    source = topology.source
+    if len(source) > SOURCE_LETTERS:
+        source = f"{source[:SOURCE_LETTERS].rstrip()} ..."
     lines = [
         f"{best.seconds * 1e3:,.2f} ms and {best.peak.bytes / 2**30:.2f} GiB a device are of "
         f"moejax's own step; {name} runs another program, whose time and memory are not predicted",
         f"links and devices of {topology.name}, {topology.devices} on {topology.nodes} nodes: "
-        f"{_shortened(topology.source)}",
+        f"{source}",
     ]
     if cfg.model.has_experts:
         lines.append(

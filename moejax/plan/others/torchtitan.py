@@ -9,13 +9,16 @@ import math
 
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
-    across_gaps,
-    chunk_gaps,
+    across_row,
+    chunks_row,
     codec_gaps,
-    reduction_gaps,
-    stage_gaps,
-    trim_gaps,
-    whole_experts_gaps,
+    dense_row,
+    ends_row,
+    gaps_of,
+    pieces_row,
+    slices_row,
+    trim_row,
+    whole_row,
 )
 from moejax.plan.others.shapes import TORCHTITAN, shape_of
 from moejax.plan.others.translation import (
@@ -49,11 +52,7 @@ KEEPS_WEIGHTS = ("none", "collectives")
 
 
 def to_torchtitan(cfg: Config) -> Translation:
-    """Returns the nearest options of torchtitan.
-
-    Args:
-      cfg: a plan's resolved config.
-    """
+    """Returns the nearest options of torchtitan for a plan's resolved config."""
     sizes = sizes_of(cfg)
     return Translation(
         trainer="torchtitan",
@@ -71,7 +70,9 @@ def _model(cfg: Config) -> list[Option]:
     if known is None:
         return []
     text = "a registered config of the same shape"
-    return [Option("module", known.module, text), Option("config", known.config, text)]
+    return [
+        Option(name, value, text) for name, value in zip(("module", "config"), known, strict=True)
+    ]
 
 
 def expert_degree(cfg: Config, sizes: Sizes) -> int:
@@ -84,38 +85,31 @@ def expert_degree(cfg: Config, sizes: Sizes) -> int:
 
 
 def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
-    shard = sizes.fsdp * sizes.expert
-    reshard = "never" if cfg.model.remat in KEEPS_WEIGHTS else "always"
-    again = "kept for backward" if reshard == "never" else "gathered again in backward"
+    keeps = cfg.model.remat in KEEPS_WEIGHTS
+    again = "kept for backward" if keeps else "gathered again in backward"
+    kept = f"remat {cfg.model.remat}: gathered weights are {again}"
+    over = f"fsdp {sizes.fsdp} x expert {sizes.expert} shard dense weights"
+    stages, chunks = stages_text(cfg), cfg.model.stage_chunks
     options = [
         ("data_parallel_replicate_degree", sizes.replica, f"replica {sizes.replica}"),
-        (
-            "data_parallel_shard_degree",
-            shard,
-            f"fsdp {sizes.fsdp} x expert {sizes.expert} shard dense weights",
-        ),
-        (
-            "fsdp_reshard_after_forward",
-            reshard,
-            f"remat {cfg.model.remat}: gathered weights are {again}",
-        ),
+        ("data_parallel_shard_degree", sizes.fsdp * sizes.expert, over),
+        ("fsdp_reshard_after_forward", "never" if keeps else "always", kept),
         ("tensor_parallel_degree", sizes.tensor, f"tensor {sizes.tensor}"),
         ("context_parallel_degree", 1, "sequences stay whole"),
-        ("pipeline_parallel_degree", sizes.stage, stages_text(cfg)),
+        ("pipeline_parallel_degree", sizes.stage, stages),
     ]
-    if sizes.stage > 1:
-        schedule, chunks = "1F1B", cfg.model.stage_chunks
-        if chunks > 1:
-            each = cfg.model.num_layers // (sizes.stage * chunks)
-            schedule = "Interleaved1F1B"
-            # It counts embedding and loss as a layer each.
-            options += [
-                ("pipeline_parallel_layers_per_stage", each, stages_text(cfg)),
-                ("pipeline_parallel_first_stage_less_layers", 0, "chunks are equal"),
-                ("pipeline_parallel_last_stage_less_layers", 0, "chunks are equal"),
-            ]
+    if sizes.stage > 1 and chunks > 1:
+        each = cfg.model.num_layers // (sizes.stage * chunks)
+        # It counts embedding and loss as a layer each.
         options += [
-            ("pipeline_parallel_schedule", schedule, stages_text(cfg)),
+            ("pipeline_parallel_layers_per_stage", each, stages),
+            ("pipeline_parallel_first_stage_less_layers", 0, "chunks are equal"),
+            ("pipeline_parallel_last_stage_less_layers", 0, "chunks are equal"),
+        ]
+    if sizes.stage > 1:
+        schedule = "Interleaved1F1B" if chunks > 1 else "1F1B"
+        options += [
+            ("pipeline_parallel_schedule", schedule, stages),
             ("pipeline_parallel_microbatch_size", sizes.rows, "sequences of a micro-batch"),
         ]
     degree = expert_degree(cfg, sizes)
@@ -153,51 +147,34 @@ def _remat(cfg: Config) -> list[Option]:
 
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    """Returns the parts of the plan that the options above leave out."""
-    gaps = [*_model_gaps(cfg), *_expert_gaps(cfg, sizes)]
-    if cfg.model.predict_ahead:
-        gaps.append(
-            Gap("multi-token prediction", "has it as num_mtp_layers of a registered config")
-        )
-    if cfg.mesh.gather_dense == "step" and sizes.fsdp * sizes.expert > 1:
-        instead = "gathers and reduces block by block, in each micro-batch"
-        what = "dense weights gathered, and their gradients reduced, once a step"
-        gaps.append(Gap(what, instead))
-    gaps += chunk_gaps(cfg, "exchanges all tokens at once")
-    gaps += _route_gaps(cfg, sizes)
-    gaps += trim_gaps(cfg)
-    gaps += across_gaps(cfg)
-    gaps += reduction_gaps(cfg, "reduces the weights of a block together")
-    if cfg.train.gradient_dtype != "float32":
-        gaps.append(Gap(f"gradients reduced in {cfg.train.gradient_dtype}", "reduces in float32"))
-    gaps += codec_gaps(cfg)
-    gaps += stage_gaps(cfg)
-    if cfg.model.remat not in ("none", "full"):
-        what = f"the values that remat {cfg.model.remat} keeps"
-        gaps.append(Gap(what, "keeps what its own list of operations says, so memory differs"))
-    if cfg.moe.capacity_factor is not None:
-        gaps.append(Gap(f"a capacity factor of {cfg.moe.capacity_factor:g}", "drops no token"))
-    return gaps
-
-
-def _model_gaps(cfg: Config) -> list[Gap]:
-    if shape_of(cfg) in TORCHTITAN:
-        return []
-    instead = "has none: register one, and put its --module and --config in front"
-    return [Gap("a registered config of this model", instead)]
-
-
-def _expert_gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    gaps = whole_experts_gaps(cfg, "spreads the copies' shards over its efsdp axis")
-    if sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "hidden":
-        instead = f"has whole experts on {expert_degree(cfg, sizes)} devices each group"
-        gaps.append(Gap("hidden width of experts over tensor (expert tensor parallelism)", instead))
-    return gaps
-
-
-def _route_gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
-    """Returns the gap of the route; DeepEP is chosen in code of the model, not by an option."""
-    if not has_exchange(cfg) or (cfg.route in ("split", "duplicate") and sizes.tensor == 1):
-        return []
-    instead = 'has one flat all-to-all (its model_registry takes moe_comm_backend="deepep")'
-    return [Gap(f"the route {cfg.route}", instead)]
+    remat, reduced, factor = cfg.model.remat, cfg.train.gradient_dtype, cfg.moe.capacity_factor
+    unknown = shape_of(cfg) not in TORCHTITAN
+    register = "has none: register one, and put its --module and --config in front"
+    cut = sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "hidden"
+    hidden = "hidden width of experts over tensor (expert tensor parallelism)"
+    experts = f"has whole experts on {expert_degree(cfg, sizes)} devices each group"
+    ahead = "has it as num_mtp_layers of a registered config"
+    routed = has_exchange(cfg) and (cfg.route not in ("split", "duplicate") or sizes.tensor > 1)
+    # DeepEP is chosen in code of the model, not by an option.
+    flat = 'has one flat all-to-all (its model_registry takes moe_comm_backend="deepep")'
+    listed = "keeps what its own list of operations says, so memory differs"
+    rows = [
+        (unknown, "a registered config of this model", register),
+        whole_row(cfg, "spreads the copies' shards over its efsdp axis"),
+        (cut, hidden, experts),
+        (cfg.model.predict_ahead > 0, "multi-token prediction", ahead),
+        dense_row(cfg, "gathers and reduces block by block, in each micro-batch"),
+        chunks_row(cfg, "exchanges all tokens at once"),
+        (routed, f"the route {cfg.route}", flat),
+        trim_row(cfg),
+        across_row(cfg),
+        pieces_row(cfg, "reduces the weights of a block together"),
+        (reduced != "float32", f"gradients reduced in {reduced}", "reduces in float32"),
+    ]
+    last = [
+        ends_row(cfg),
+        slices_row(cfg),
+        (remat not in ("none", "full"), f"the values that remat {remat} keeps", listed),
+        (factor is not None, f"a capacity factor of {factor or 0:g}", "drops no token"),
+    ]
+    return [*gaps_of(rows), *codec_gaps(cfg), *gaps_of(last)]

@@ -129,10 +129,6 @@ class Sizes:
         """Sequences of one micro-batch on one of `data`."""
         return self.batch // (self.data * self.micro_batches)
 
-    def inside(self, axis: str) -> int:
-        """Returns the devices along an axis that lie inside one node."""
-        return getattr(self, axis) // self.across[axis]
-
 
 def sizes_of(cfg: Config) -> Sizes:
     """Returns the sizes of a resolved config, such as that of a plan."""

@@ -40,8 +40,7 @@ class TracedStep:
 
     def schedule(self, rounds: int = 0) -> Schedule:
         """Returns the step's schedule; see `plan.trace.reader.read`."""
-        self._check(rounds)
-        return read_jaxpr(self.jaxpr, rounds=rounds)
+        return self._read(self.jaxpr, rounds)
 
     def peak(self, schedule: Schedule) -> Peak:
         """Returns the step's peak memory. Gradients are as large as the master weights."""
@@ -49,12 +48,12 @@ class TracedStep:
 
     def evaluation_peak(self, rounds: int = 0) -> Peak:
         """Returns the evaluation's peak memory, which includes the whole state."""
-        self._check(rounds)
-        return peak(read_jaxpr(self.evaluation, rounds=rounds), replaces=False)
+        return peak(self._read(self.evaluation, rounds), replaces=False)
 
-    def _check(self, rounds: int) -> None:
+    def _read(self, jaxpr: Any, rounds: int) -> Schedule:
         if rounds and not self.train_step.spec.rounds:
             raise ValueError("overflow rounds cannot be priced: traced without overflow rounds")
+        return read_jaxpr(jaxpr, rounds=rounds)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class PricedPlan:
     """A plan with its predicted time and memory. Seconds of a step, bytes of one device.
 
     Attributes:
-      traced: the traced step and evaluation.
       parts: (share of the expert layers, the step if all layers were like these).
       steps: peak memory of a step.
       evaluation: peak memory of evaluation. Sampling needs no more.

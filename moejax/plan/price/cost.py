@@ -200,7 +200,7 @@ def simulate_step(schedule: Schedule, costs: Costs, filled: float | None = None)
     for op in schedule.ops:
         builder.take(op)
     timeline = simulate(builder.tasks)
-    for name, seconds in timeline.exposed(by="name").items():
+    for name, seconds in timeline.exposed().items():
         builder.totals.exposed[name] += seconds
     return SimulatedStep(
         timeline, builder.totals, tuple(builder.ops), tuple(builder.sizes), builder.inside

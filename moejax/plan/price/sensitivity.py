@@ -102,13 +102,12 @@ def changes(topology: Topology) -> dict[str, RateChange]:
                 rates[f"{tier.name}: {name}"] = _on_tier(topology, index, kinds, "bytes_per_s")
             every = tuple(tier.links)
             rates[f"{tier.name}: start of a call"] = _on_tier(topology, index, every, "startup_s")
-    for name, change in (
-        ("matrix products", _products),
-        ("memory bandwidth", _memory),
-        ("start of an operation", _starts),
-    ):
-        rates[name] = _on_device(topology, change)
-    return rates
+    device = {
+        "matrix products": _products,
+        "memory bandwidth": _memory,
+        "start of an operation": _starts,
+    }
+    return rates | {name: _on_device(topology, change) for name, change in device.items()}
 
 
 def _on_tier(topology: Topology, index: int, kinds: tuple[str, ...], name: str) -> RateChange:

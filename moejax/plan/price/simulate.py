@@ -211,7 +211,6 @@ class _Run:
         self._occupy(self.tasks[task_id].compute_share, 1)
 
     def _start(self, stream: _Stream, now: float) -> None:
-        """Starts the next task of a stream that runs one at a time."""
         task_id = stream.running = heappop(stream.ready)[1]
         self._note_start(task_id, now)
         seconds = self.tasks[task_id].seconds

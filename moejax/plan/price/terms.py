@@ -1,10 +1,9 @@
-"""Breaks a plan's step into terms: seconds by term, bytes by link, and differences between two."""
+"""Breaks a plan's step into terms: seconds by term, and the differences between two plans."""
 
 from collections import defaultdict
 from typing import Any
 
 from moejax.plan.price.candidate import PricedPlan
-from moejax.plan.price.cost import SimulatedStep
 
 WAITING = "waiting for "
 
@@ -31,13 +30,6 @@ def why(
     names = {*first, *second}
     rows = [(name, first.get(name, 0.0), second.get(name, 0.0)) for name in names]
     return sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:max_terms]
-
-
-def traffic(simulated: SimulatedStep) -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns (link, class) -> (bytes that a device sends, seconds), most bytes first."""
-    sent = simulated.totals.bytes_sent
-    keys = sorted(sent, key=lambda key: -sent[key])
-    return {key: (sent[key], simulated.totals.sent[key]) for key in keys}
 
 
 def tokens_per_second(priced: PricedPlan) -> float:

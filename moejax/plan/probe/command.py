@@ -5,8 +5,8 @@ file and talks to the user.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moejax.config.checks.paths import check_output
 from moejax.config.command_line import Parser
@@ -15,7 +15,7 @@ from moejax.config.schema import MeshConfig
 from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.file import write_topology
 from moejax.plan.probe.measure import QUICK_SECONDS, SECONDS, Effort, expected_text, probe
-from moejax.plan.probe.show import ProgressLine, print_probe
+from moejax.plan.probe.show import print_probe, progress_line
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
 from moejax.screen import screen
@@ -64,15 +64,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
 
     def run() -> None:
-        out = _checked(args)
+        out, name = _checked(args)
         with join() as processes:
-            _run(args, out, processes)
+            _run(args, out, name, processes)
 
     return exit_code(run, stopped="nothing was written", debug=args.debug, files=True)
 
 
-def _checked(args: argparse.Namespace) -> Path:
-    """Checks the flags before a device is touched. Returns the path of the file."""
+def _checked(args: argparse.Namespace) -> tuple[Path, str]:
+    """Checks the flags before a device is touched. Returns the file's path, the cluster's name."""
     out = Path(args.out)
     if not out.parent.is_dir():
         raise InputError(
@@ -92,25 +92,17 @@ def _checked(args: argparse.Namespace) -> Path:
             raise InputError(
                 f"--{flag.replace('_', '-')} is {value}. It must be above 0. Correct it."
             )
-    return out
+    return out, name
 
 
-def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
-    def begin() -> list[Any]:
-        mesh = MeshConfig(platform=args.platform, simulated_devices=args.simulated_devices)
-        return start(mesh)
-
-    devices = processes.together(begin)
+def _run(args: argparse.Namespace, out: Path, name: str, processes: Processes) -> None:
+    mesh = MeshConfig(platform=args.platform, simulated_devices=args.simulated_devices)
+    devices = processes.together(partial(start, mesh))
     effort = Effort(args.seconds or (QUICK_SECONDS if args.quick else SECONDS), args.quick)
-    with ProgressLine(processes) as progress:
+    with progress_line(processes) as progress:
         progress(expected_text(effort.quick))
         topology, odd = probe(
-            processes,
-            devices,
-            name=args.name if args.name is not None else out.stem,
-            nodes=args.nodes,
-            effort=effort,
-            progress=progress,
+            processes, devices, name=name, nodes=args.nodes, effort=effort, progress=progress
         )
     if processes.first:
         write_topology(topology, out)

@@ -24,18 +24,8 @@ MEMORY = {"cpu": 2**25, "gpu": 2**30, "tpu": 2**28}  # bytes of a copy, larger t
 CACHED = {"cpu": (2**21, 2**22, 2**23, 2**24)}  # of arrays that a cache may hold
 CODED = {"cpu": 2**18, "gpu": 2**28, "tpu": 2**26}  # bytes of float32 to encode
 SMALL = 16  # dependent small operations
-CODECS = {
-    name: CodecSpec(name, argument)
-    for name, argument in (
-        ("bfloat16", None),
-        ("int8", None),
-        ("e4m3", None),
-        ("e5m2", None),
-        ("int4", None),
-        ("loco", None),
-        ("topk", 0.01),
-    )
-}
+CODECS = {name: CodecSpec(name) for name in ("bfloat16", "int8", "e4m3", "e5m2", "int4", "loco")}
+CODECS["topk"] = CodecSpec("topk", 0.01)
 QUICK_CODECS = ("bfloat16", "int8")
 
 
@@ -90,8 +80,6 @@ def probe_device(
 
 
 def _product(watch: Stopwatch, size: int, dtype: str) -> tuple[float, float]:
-    """Returns (FLOPs, FLOP/s) of a product of square matrices."""
-
     def start() -> Any:
         # Not a constant, whose product takes a GPU less power and so less time.
         x = jnp.sin(jnp.arange(size * size, dtype=jnp.float32)).reshape(size, size).astype(dtype)

@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,17 @@ from moejax.comm.cpu import gloo
 from moejax.layout.layout import Axes
 from moejax.plan.cluster.topology import KINDS, Link, Tier, same_links
 from moejax.plan.probe.fit import fit_link
-from moejax.plan.probe.timer import AXES, ProgressFn, Stopwatch, build_probe_mesh, loop, unrolled
+from moejax.plan.probe.timer import (
+    AXES,
+    Operate,
+    Operation,
+    ProgressFn,
+    Start,
+    Stopwatch,
+    build_probe_mesh,
+    loop,
+    unrolled,
+)
 from moejax.runtime.processes import Processes
 
 SMALLEST, LARGEST = 2**14, 2**26  # bytes of a device's operand
@@ -87,7 +97,7 @@ def probe_oversubscription(watch: Stopwatch) -> float:
     if count == 1:
         return 1.0
 
-    def busy(devices: int, products: int) -> tuple[Callable, Callable]:
+    def busy(devices: int, products: int) -> Operation:
         multiply, start = _products(products)
 
         def operate(x: jax.Array) -> jax.Array:
@@ -116,7 +126,7 @@ def _late(watch: Stopwatch, axis: str, link: Link, oversubscription: float) -> f
     """
     send, values, sent = collective("all_to_all", axis, TINY, watch.mesh.shape[axis])
 
-    def between(products: int) -> tuple[Callable, Callable]:
+    def between(products: int) -> Operation:
         multiply, matrix = _products(products)
 
         def operate(both: Any) -> Any:
@@ -127,11 +137,8 @@ def _late(watch: Stopwatch, axis: str, link: Link, oversubscription: float) -> f
         return operate, lambda: (matrix(), values())
 
     rounds = watch.in_turns([between(PRODUCTS), between(2 * PRODUCTS)], AIM_S)
-    return max(
-        0.0,
-        statistics.median(2 * single - double for single, double in rounds)
-        - link.seconds(sent) / oversubscription,
-    )
+    late = statistics.median(2 * single - double for single, double in rounds)
+    return max(0.0, late - link.seconds(sent) / oversubscription)
 
 
 def _memory_link(watch: Stopwatch) -> Link:
@@ -165,7 +172,7 @@ def _curve(
             return
 
 
-def collective(kind: str, axis: str, size: int, count: int) -> tuple[Callable, Callable, int]:
+def collective(kind: str, axis: str, size: int, count: int) -> tuple[Operate, Start, int]:
     """Returns a collective, a function that makes its argument, and the bytes a device sends.
 
     Args:
@@ -186,11 +193,11 @@ def collective(kind: str, axis: str, size: int, count: int) -> tuple[Callable, C
     return lambda x: wire.all_reduce(x, axes, tag=None), whole, 2 * sent
 
 
-def _zeros(*shape: int) -> Callable[[], jax.Array]:
+def _zeros(*shape: int) -> Start:
     return lambda: jnp.zeros(shape)
 
 
-def _slows_products(watch: Stopwatch, first: tuple[Callable, Callable], alone: float) -> float:
+def _slows_products(watch: Stopwatch, first: Operation, alone: float) -> float:
     """Returns the seconds that a collective adds to products beside it, over its own."""
     single = watch.seconds(*_products(1))
     # Compute that lasts longer than the collective, so that all of it runs beside compute.
@@ -200,9 +207,7 @@ def _slows_products(watch: Stopwatch, first: tuple[Callable, Callable], alone: f
     return max(0.0, (beside - computing) / alone)
 
 
-def _of_seconds(
-    kind: str, axis: str, links: dict[str, Link], watch: Stopwatch
-) -> tuple[Callable, Callable]:
+def _of_seconds(kind: str, axis: str, links: dict[str, Link], watch: Stopwatch) -> Operation:
     """Returns a collective of the largest size that took up to `TOGETHER_S`."""
     count = watch.mesh.shape[axis]
     fitting = [sent for sent, duration in links[kind].points if duration <= TOGETHER_S]
@@ -211,18 +216,14 @@ def _of_seconds(
     return operate, start
 
 
-def _beside(
-    first: tuple[Callable, Callable], second: tuple[Callable, Callable]
-) -> tuple[Callable, Callable]:
-    """Returns an operation that runs two independent ones."""
-
+def _beside(first: Operation, second: Operation) -> Operation:
     def operate(both: Any) -> Any:
         return first[0](both[0]), second[0](both[1])
 
     return operate, lambda: (first[1](), second[1]())
 
 
-def _products(count: int) -> tuple[Callable, Callable]:
+def _products(count: int) -> Operation:
     """Returns `count` dependent matrix products as one operation, and its input."""
 
     def operate(x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import platform
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -100,7 +101,6 @@ def probe(
 def _measure_device(
     watch: Stopwatch, devices: Sequence[Any], memory: int, effort: Effort, progress: ProgressFn
 ) -> Device:
-    """Measures the rates of a device, its program overhead and its oversubscription."""
     device = probe_device(
         watch,
         name=devices[0].device_kind,
@@ -124,17 +124,14 @@ def _probe_tiers(
     count = nodes.sizes[0]
     seconds = effort.seconds / (2 if count > 1 else 1)
 
-    def tier(axis: str, name: str) -> Tier:
-        return probe_tier(
-            watch,
-            axis,
-            name,
-            oversubscription=oversubscription,
-            seconds=seconds,
-            quick=effort.quick,
-            progress=progress,
-        )
-
+    tier = partial(
+        probe_tier,
+        watch,
+        oversubscription=oversubscription,
+        seconds=seconds,
+        quick=effort.quick,
+        progress=progress,
+    )
     fast = tier(AXES[1], inside)
     if count == 1:
         return (fast,), []
@@ -174,7 +171,6 @@ def _with_pairs(
 
 
 def _slow_nodes(topology: Topology) -> list[str]:
-    """Returns a warning for each node that is slower than the others."""
     return [
         f"node {slow.node} ({slow.name}) is {slow.times_slower:.1f} times slower than usual: "
         f"{slow.bytes_per_s:.3g} bytes a second a device in its slower direction"

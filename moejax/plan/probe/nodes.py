@@ -87,7 +87,6 @@ def memory_of(device: Any, nodes: Nodes, host_of: Sequence[str]) -> int:
 
 
 def _name(device: Any, hosts: Sequence[str]) -> str:
-    """Returns the key of a device's node."""
     slice_index = getattr(device, "slice_index", None)
     if device.platform != "cpu" and slice_index is not None:
         return f"slice {slice_index}"

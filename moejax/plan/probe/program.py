@@ -36,19 +36,16 @@ SMALL = {
     "data.sequence_length": 256,
     "train.batch_sequences": 4,
 }
-LARGE = {
+LARGE = SMALL | {
     "model.vocab_size": 8192,
     "model.width": 2048,
-    "model.num_layers": 2,
     "model.num_heads": 16,
     "model.num_kv_heads": 16,
     "model.head_width": 128,
     "model.dtype": "bfloat16",
     "moe.num_experts": 8,
-    "moe.experts_per_token": 2,
     "moe.expert_hidden": 4096,
     "data.sequence_length": 2048,
-    "train.batch_sequences": 4,
 }
 SECONDS = 1.5  # approximate time of a timed run
 SCATTER = 7919  # a prime, so that neighbouring tokens have distant ids
@@ -80,7 +77,6 @@ def probe_program(watch: Stopwatch, device: Device) -> float:
 
 
 def _train_step(platform: str, device: Any) -> TrainStep:
-    """Builds the step of a model on one device."""
     mesh = dict.fromkeys(("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor"), 1)
     cfg = change(Config(plan=PlanConfig(mode="hand")), mesh | MODELS[platform])
     return build_step(cfg, build_mesh(build_layout(cfg.mesh), [device]), platform)

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
@@ -17,32 +18,23 @@ from moejax.screen import screen, text_column
 UNSTEADY = 0.25  # fit error above which a link's times are doubted
 
 
-class ProgressLine:
-    """Shows the current measurement on process 0's terminal. A context manager."""
+@contextmanager
+def progress_line(processes: Processes) -> Iterator[ProgressFn]:
+    """Shows the current measurement on process 0's terminal; elsewhere in one line for each."""
+    console, began = screen(stderr=True), time.monotonic()
+    plain = processes.first and not console.is_terminal
+    columns = (SpinnerColumn(), text_column(), TimeElapsedColumn())
+    hidden = plain or not processes.first
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("starting", total=None)
 
-    def __init__(self, processes: Processes):
-        columns = (SpinnerColumn(), text_column(), TimeElapsedColumn())
-        console = screen(stderr=True)
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task("starting", total=None)
-        # Without a terminal, one line per measurement.
-        self._plain = not console.is_terminal
-        self._shown, self._began = processes.first, time.monotonic()
+        def show(text: str) -> None:
+            if plain:
+                seconds = time.monotonic() - began
+                print(f"moejax: {seconds:.0f} s: {text}", file=sys.stderr, flush=True)
+            progress.update(task, description=text)
 
-    def __enter__(self) -> ProgressFn:
-        if self._shown and not self._plain:
-            self._progress.start()
-        return self._show_progress
-
-    def __exit__(self, *_: object) -> None:
-        if not self._plain:
-            self._progress.stop()
-
-    def _show_progress(self, text: str) -> None:
-        if self._shown and self._plain:
-            seconds = time.monotonic() - self._began
-            print(f"moejax: {seconds:.0f} s: {text}", file=sys.stderr, flush=True)
-        self._progress.update(self._task, description=text)
+        yield show
 
 
 def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> None:
@@ -69,11 +61,9 @@ def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> Non
     for line in _facts(topology):
         console.print(line, highlight=False)
     if topology.nodes > 1:
-        for crossover in topology.crossover():
-            methods = ", ".join(
-                f"{method} from {_size(size)}" for size, method in crossover.changes
-            )
-            console.print(f"{crossover.kind} over all devices: {methods}", highlight=False)
+        for kind, changes in topology.crossover().items():
+            methods = ", ".join(f"{method} from {_size(size)}" for size, method in changes)
+            console.print(f"{kind} over all devices: {methods}", highlight=False)
     for line in unsteady(topology):
         console.print(line, style="yellow", highlight=False, soft_wrap=True)
     for line in odd:

@@ -19,6 +19,9 @@ from moejax.comm.cpu import gloo
 from moejax.runtime.processes import Processes
 
 Tree = Any  # a tree of arrays
+Operate = Callable[[Tree], Tree]  # what is timed, on one device inside shard_map
+Start = Callable[[], Tree]  # makes its argument on each device
+Operation = tuple[Operate, Start]
 ProgressFn = Callable[[str], None]  # called with a text before each measurement
 AXES = ("nodes", "devices")
 MAX_TIMES = 4096
@@ -41,13 +44,7 @@ class Stopwatch:
         """Returns process 0's seconds since the start, in all processes."""
         return self.processes.gather(time.perf_counter() - self._began)[0]
 
-    def seconds(
-        self,
-        operate: Callable[[Tree], Tree],
-        start: Callable[[], Tree],
-        *,
-        aim_s: float | None = None,
-    ) -> float:
+    def seconds(self, operate: Operate, start: Start, *, aim_s: float | None = None) -> float:
         """Returns the seconds of one operation in the fastest run: other work only slows runs down.
 
         Args:
@@ -72,9 +69,7 @@ class Stopwatch:
             missing = enough / max(net, enough / 16)
             times = min(MAX_TIMES, times * math.ceil(1.5 * missing))
 
-    def in_turns(
-        self, operations: Sequence[tuple[Callable[[Tree], Tree], Callable[[], Tree]]], aim_s: float
-    ) -> list[list[float]]:
+    def in_turns(self, operations: Sequence[Operation], aim_s: float) -> list[list[float]]:
         """Times operations in turns, so that slow drifts of the machine cancel. Returns rounds.
 
         Args:
@@ -86,13 +81,7 @@ class Stopwatch:
         calls = times * unrolled(self.mesh)
         return [[self._time(run, times) / calls for run in runs] for _ in range(ROUNDS)]
 
-    def core_share(
-        self,
-        operate: Callable[[Tree], Tree],
-        start: Callable[[], Tree],
-        *,
-        seconds: float,
-    ) -> float:
+    def core_share(self, operate: Operate, start: Start, *, seconds: float) -> float:
         """Returns how much of a core an operation keeps busy for each device, on CPU.
 
         It divides the CPU seconds of all threads of a process by the seconds of the operation and
@@ -109,7 +98,7 @@ class Stopwatch:
         busy = max(self.processes.gather(time.process_time() - busy))
         return busy / (elapsed * len(self.mesh.local_devices))
 
-    def _ready(self, operate: Callable[[Tree], Tree], start: Callable[[], Tree]) -> Callable:
+    def _ready(self, operate: Operate, start: Start) -> Callable:
         """Returns the loop around an operation, compiled, with its connections open."""
         run = loop(operate, start, self.mesh)
         self.processes.compile(run, 0)
@@ -139,7 +128,7 @@ def unrolled(mesh: Mesh) -> int:
     return 1 if mesh.devices.flat[0].platform == "cpu" else 8
 
 
-def loop(operate: Callable[[Tree], Tree], start: Callable[[], Tree], mesh: Mesh) -> Any:
+def loop(operate: Operate, start: Start, mesh: Mesh) -> Any:
     """Returns a jitted function of a number of trips; operations run one after the other."""
     operate = jax.jit(operate, inline=True)  # traced once
 

@@ -29,6 +29,7 @@ from moejax.plan.trace.schedule import Op, Schedule
 TEMPLATE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.html", "page.js"))
 MAX_PLANS = 20  # plans to show
 ASKED = 5  # plans with a sensitivity table
+SEARCH = ("meshes", "traced", "too_large", "seconds", "cut")
 
 
 def write_report(result: SearchResult, topology: Topology, load: ExpertLoad, path: Path) -> None:
@@ -71,10 +72,7 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
             "links": [tier.name for tier in topology.tiers],
         },
         "routing": {"name": load.name, "skew": load.skew},
-        "search": {
-            name: getattr(result, name)
-            for name in ("meshes", "traced", "too_large", "seconds", "cut")
-        },
+        "search": {name: getattr(result, name) for name in SEARCH},
         "rules": {name: RULES[name] for name in result.rules},
         "rule": result.best_rule,
         "gain": tables.gain_text(result),
@@ -129,12 +127,12 @@ def _traffic(plan: PricedPlan) -> list[dict[str, Any]]:
     size: dict[tuple[str, str], float] = defaultdict(float)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for share, simulated in plan.parts:
-        for key, (sent, took) in terms.traffic(simulated).items():
+        for key, sent in simulated.totals.bytes_sent.items():
             size[key] += share * sent
-            seconds[key] += share * took
+            seconds[key] += share * simulated.totals.sent[key]
     return [
         {"link": link, "class": name, "bytes": size[link, name], "seconds": seconds[link, name]}
-        for link, name in sorted(size, key=lambda key: -seconds[key])
+        for link, name in sorted(size, key=lambda key: (-seconds[key], -size[key]))
     ]
 
 
@@ -226,17 +224,12 @@ def _loop_name(trip: SimulatedStep, op: Op) -> str:
 
 
 def _about(op: Op) -> str:
-    """Returns a short description of an operation."""
     if op.body is not None:
         return "loop"
-    collective = op.collective
-    what = (
-        f"{op.kind} {op.dtype}".strip()
-        if collective is None
-        else f"{collective.kind} of {collective.dtype}"
-    )
-    over = f" over {', '.join(collective.axes)}" if collective is not None else ""
-    return f"{what}{over}{', backward' if op.backward else ''}"
+    what, sent = f"{op.kind} {op.dtype}".strip(), op.collective
+    if sent is not None:
+        what = f"{sent.kind} of {sent.dtype} over {', '.join(sent.axes)}"
+    return f"{what}{', backward' if op.backward else ''}"
 
 
 def _short(value: float) -> float:

@@ -60,29 +60,24 @@ def rest_text(cfg: Config) -> str:
 
 def rest_parts(cfg: Config) -> list[str]:
     """Returns reductions, recomputation and micro-batches that are not the default."""
-    parts = []
-    if cfg.train.reduction_bytes is not None:
-        parts.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
-    if cfg.moe.headroom != MoEConfig().headroom:
-        parts.append(f"buckets of {cfg.moe.headroom:g} times the mean")
-    if cfg.mesh.gather_dense == "step":
-        parts.append("dense weights gathered once a step")
-    if cfg.mesh.gather_across != "flat":
-        how = {"use": "at each use", "passes": "once for both passes", "step": "once a step"}
-        parts.append(f"weights across nodes first, {how[cfg.mesh.gather_across]}")
-    if cfg.model.remat != "none":
-        parts.append(f"remat {cfg.model.remat}")
-    if cfg.train.micro_batches > 1:
-        parts.append(f"{cfg.train.micro_batches} micro-batches")
-    if cfg.mesh.stage > 1 and cfg.mesh.schedule != "1f1b":
-        parts.append(f"schedule {cfg.mesh.schedule}")
-    if cfg.model.stage_chunks > 1:
-        parts.append(f"{cfg.model.stage_chunks} chunks a stage")
-    if cfg.mesh.stage_slices > 1:
-        parts.append(f"{cfg.mesh.stage_slices} slices")
-    if cfg.mesh.stage > 1 and cfg.mesh.stage_keeps == "input":
-        parts.append("stages keep inputs alone")
-    return parts
+    mesh, size = cfg.mesh, cfg.train.reduction_bytes
+    across = {"use": "at each use", "passes": "once for both passes", "step": "once a step"}
+    across_text = f"weights across nodes first, {across.get(mesh.gather_across)}"
+    headroom = f"buckets of {cfg.moe.headroom:g} times the mean"
+    staged = mesh.stage > 1
+    parts = [
+        (size is not None, f"pieces of {(size or 0) / 2**20:.0f} MiB"),
+        (cfg.moe.headroom != MoEConfig().headroom, headroom),
+        (mesh.gather_dense == "step", "dense weights gathered once a step"),
+        (mesh.gather_across != "flat", across_text),
+        (cfg.model.remat != "none", f"remat {cfg.model.remat}"),
+        (cfg.train.micro_batches > 1, f"{cfg.train.micro_batches} micro-batches"),
+        (staged and mesh.schedule != "1f1b", f"schedule {mesh.schedule}"),
+        (cfg.model.stage_chunks > 1, f"{cfg.model.stage_chunks} chunks a stage"),
+        (mesh.stage_slices > 1, f"{mesh.stage_slices} slices"),
+        (staged and mesh.stage_keeps == "input", "stages keep inputs alone"),
+    ]
+    return [text for changed, text in parts if changed]
 
 
 def print_ranked(
@@ -180,7 +175,6 @@ def gain_text(result: SearchResult) -> str:
 
 
 def _is_as(plan: PricedPlan, other: PricedPlan) -> bool:
-    """Returns whether two plans differ by the pieces of reductions only, and neither is faster."""
     pieces = {"train.reduction_bytes": other.cfg.train.reduction_bytes}
     return change(plan.cfg, pieces) == other.cfg and same_time(plan, other)
 

@@ -158,10 +158,8 @@ class Estimate:
         if self.cfg.mesh.gather_across not in ("passes", "step"):
             return 0.0
         kept = 0.0
-        for size, axes in (
-            (dense / layout.size(layout.tensor), layout.fsdp + layout.expert),
-            (experts / self.expert_share, layout.fsdp),
-        ):
+        of_dense = dense / layout.size(layout.tensor), layout.fsdp + layout.expert
+        for size, axes in (of_dense, (experts / self.expert_share, layout.fsdp)):
             if layout.between_nodes(axes):
                 kept += size / layout.size(layout.inside_node(axes))
         return kept * self.cfg.model.blocks
@@ -322,10 +320,8 @@ class Estimate:
 
     def _cost(self, kind: str, size: float, axes: Axes) -> float:
         layout = self.layout
-        inside, across = (
-            layout.size(layout.inside_node(axes)),
-            layout.size(layout.between_nodes(axes)),
-        )
+        inside = layout.size(layout.inside_node(axes))
+        across = layout.size(layout.between_nodes(axes))
         if inside * across == 1:
             return 0.0
         return max(self.topology.seconds(kind, size, *self.topology.group(inside, across)))

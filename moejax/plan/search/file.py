@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,21 +101,32 @@ def load_plan(path: Path) -> Plan:
     return Plan(**data)
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+COUNT, NAMES = "a whole number above 0", ", ".join(PLATFORMS)
+# Field -> whether a value is right, and the rule in words.
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "devices": (_is_count, COUNT),
+    "nodes": (_is_count, COUNT),
+    "topology": (lambda value: isinstance(value, str), "a text"),
+    "routing": (lambda value: isinstance(value, str), "a text"),
+    "cut": (lambda value: isinstance(value, str | None), "a text or null"),
+    "platform": (lambda value: value in (None, *PLATFORMS), f"one of {NAMES}, or null"),
+    "device_memory_bytes": (lambda value: value is None or _is_count(value), f"{COUNT}, or null"),
+}
+
+
 def _check_plan(path: Path, data: dict[str, Any]) -> None:
     """Checks a plan file's fields and gives settings their types.
 
     Raises:
       InputError: for a field that is no number, or a setting that plans do not set.
     """
-    for name in ("devices", "nodes"):
-        if type(data[name]) is not int or data[name] < 1:
-            raise InputError(_damaged(path, name, data[name], "a whole number above 0"))
-    for name in ("topology", "routing"):
-        if not isinstance(data[name], str):
-            raise InputError(_damaged(path, name, data[name], "a text"))
-    if not isinstance(data.get("cut"), str | None):
-        raise InputError(_damaged(path, "cut", data["cut"], "a text or null"))
-    _check_device(path, data.get("platform"), data.get("device_memory_bytes"))
+    for name, (holds, rule) in FIELDS.items():
+        if not holds(data.get(name)):
+            raise _damaged(path, name, data.get(name), rule)
     _check_settings(path, data["settings"])
     _check_seconds(path, "predicted", data["predicted"])
     if data["runner_up"] is not None:
@@ -126,24 +138,15 @@ def _check_plan(path: Path, data: dict[str, Any]) -> None:
             _check_settings(path, settings)
 
 
-def _check_device(path: Path, platform: Any, memory: Any) -> None:
-    if platform not in (None, *PLATFORMS):
-        wanted = f"one of {', '.join(PLATFORMS)}, or null"
-        raise InputError(_damaged(path, "platform", platform, wanted))
-    if memory is not None and (type(memory) is not int or memory < 1):
-        wanted = "a whole number above 0, or null"
-        raise InputError(_damaged(path, "device_memory_bytes", memory, wanted))
-
-
 def _check_seconds(path: Path, name: str, value: Any) -> None:
     seconds: Any = value.get("seconds") if isinstance(value, dict) else None
     if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
-        raise InputError(_damaged(path, f"{name}.seconds", seconds, "a time above 0"))
+        raise _damaged(path, f"{name}.seconds", seconds, "a time above 0")
 
 
 def _check_settings(path: Path, settings: Any) -> None:
     if not isinstance(settings, dict):
-        raise InputError(_damaged(path, "settings", settings, "names and values"))
+        raise _damaged(path, "settings", settings, "names and values")
     known = fields()
     for name, value in settings.items():
         if name not in SETTINGS:
@@ -158,8 +161,8 @@ def _check_settings(path: Path, settings: Any) -> None:
             raise InputError(f"plan {path}: {error}") from None
 
 
-def _damaged(path: Path, name: str, value: Any, wanted: str) -> str:
-    return (
+def _damaged(path: Path, name: str, value: Any, wanted: str) -> InputError:
+    return InputError(
         f"plan {path} has {name} = {short(value)}. It must be {wanted}. Make the plan again with "
         "moejax plan --out."
     )

@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from moejax.config.checks.planned import MEMORY, pinned
 from moejax.config.compression import NO_COMPRESSION, build_compression
-from moejax.config.fields import get_value
+from moejax.config.fields import change, get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.plan.cluster.topology import Topology
@@ -45,10 +46,8 @@ class SearchResult:
       ranked: plans that fit: the chosen one, which is the plainest of the equally fast, then the
         others, fastest first.
       meshes: number of valid meshes.
-      traced: number of traced programs.
       too_large: number of traced plans that need too much memory.
       memory_budget: bytes of a device that a plan may use.
-      seconds: time of the search.
       cut: one line about the time cap if it ended the search; None: another search finds the same.
       rules: plans of `space.RULES`, fastest first, each made lighter until it fits; those that
         cannot fit stand at the end.
@@ -165,25 +164,18 @@ class _Search:
         began = time.perf_counter()
         meshes = list(space.meshes(self.cfg, self.limits))
         estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
-        self.progress(f"{len(estimates):,} meshes estimated")
+        self.progress(f"{len(meshes):,} meshes estimated")
         with frozen_garbage():
             cut = self._choose_both(estimates)
-            self._check_found(len(estimates))
+            self._check_found(len(meshes))
             traced = self.traced_before + self.budget.traced
             ranked, rules = self._ranked_beside_rules()
+        seconds = time.perf_counter() - began
         return SearchResult(
-            ranked=ranked,
-            meshes=len(estimates),
-            traced=traced,
-            too_large=self.too_large,
-            memory_budget=self.memory_budget,
-            seconds=time.perf_counter() - began,
-            cut=cut,
-            rules=rules,
+            ranked, len(meshes), traced, self.too_large, self.memory_budget, seconds, cut, rules
         )
 
     def _check_found(self, meshes: int) -> None:
-        """Refuses if no plan fits."""
         if self._ranked():
             return
         peaks = [plan.peak.bytes for plan in self.priced.values()]
@@ -303,17 +295,16 @@ class _Search:
                     return resolved
         return None
 
-    def _try(self, cfg: Config) -> PricedPlan | None:
-        """Traces and prices a plan; if it does not fit, a lighter plan of the same mesh."""
+    def _try(self, cfg: Config) -> None:
+        """Traces and prices a plan; if it does not fit, lighter plans of the same mesh."""
         plan = self._price(cfg)
         for _ in range(3):
             if plan is None or self._fits(plan):
-                return plan
+                return
             lighter = self._lighter(plan.cfg, plan)
             if lighter is None or self.spent:
-                return None
+                return
             plan = self._price(lighter)
-        return None
 
     def _price(self, cfg: Config) -> PricedPlan | None:
         if cfg in self.priced:
@@ -339,18 +330,20 @@ class _Search:
           chunks: whether to try chunks, fewer codecs and pieces too.
         """
         best = start
-        first = (self._heavier, self._schedules, self._coded, self._gathers, self._routes)
-        for neighbours in (*first, self._headrooms):
+        gathers, routes = (
+            partial(part, limits=self.limits) for part in (space.gathers, space.exchanges)
+        )
+        first = (self._heavier, self._schedules, self._coded, gathers, routes, self._headrooms)
+        for neighbours in first:
             best = self._best_of(best, neighbours(best.cfg))
         if not chunks:
             return
         while (better := self._best_of(best, space.more_chunks(best.cfg, self.limits))) is not best:
             best = better
-        for neighbours in (self._fewer_codecs, self._pieces):
+        for neighbours in (self._fewer_codecs, partial(space.pieces, limits=self.limits)):
             best = self._best_of(best, neighbours(best.cfg))
 
     def _best_of(self, best: PricedPlan, configs: Iterable[Config]) -> PricedPlan:
-        """Returns the fastest of the best plan and the candidates."""
         for cfg in configs:
             if self.spent:
                 break
@@ -368,7 +361,7 @@ class _Search:
         for left in fewer if ranked else ():
             names = [name for name in parts if self.limits.free(name) and name not in left]
             values = {name: get_value(ranked[0].cfg, name) for name in names}
-            resolved = space.resolve(space.change(cfg, values), self.limits)
+            resolved = space.resolve(change(cfg, values), self.limits)
             if resolved is not None:
                 return resolved
         return cfg
@@ -381,9 +374,6 @@ class _Search:
         plain = space.without_codecs(cfg, self.limits)
         return islice(space.codecs(plain, self.limits), 1, None)
 
-    def _routes(self, cfg: Config) -> Iterable[Config]:
-        return space.exchanges(cfg, self.limits)
-
     def _headrooms(self, cfg: Config) -> Iterable[Config]:
         overflows = may_overflow(cfg, self.limits.platform, self.load)
         return space.headrooms(cfg, self.limits) if overflows else ()
@@ -393,14 +383,8 @@ class _Search:
         now, others = Estimate(cfg, self.topology), space.shorter_tasks(cfg, self.limits)
         yield from (c for c in others if Estimate(c, self.topology).seconds() < now.seconds())
 
-    def _gathers(self, cfg: Config) -> Iterable[Config]:
-        return space.gathers(cfg, self.limits)
-
-    def _pieces(self, cfg: Config) -> Iterable[Config]:
-        return space.pieces(cfg, self.limits)
-
     def _heavier(self, cfg: Config) -> Iterable[Config]:
-        """Yields plans with fewer micro-batches or less recomputation, which may fit after all."""
+        """Returns plans with fewer micro-batches or less recomputation, which may fit after all."""
         parts, remat = cfg.train.micro_batches, cfg.model.remat
         less: list[dict[str, Any]] = []
         if parts > self.cfg.train.micro_batches and self.limits.free("train.micro_batches"):
@@ -408,10 +392,7 @@ class _Search:
         if remat != self.cfg.model.remat and self.limits.free("model.remat"):
             kinds = space.REMATS[: space.REMATS.index(remat)]
             less += [{"model.remat": kind} for kind in kinds]
-        for values in less:
-            heavier = space.resolve(space.change(cfg, values), self.limits)
-            if heavier is not None:
-                yield heavier
+        return space.changed(cfg, self.limits, less)
 
     def _ranked_beside_rules(self) -> tuple[list[PricedPlan], dict[str, PricedPlan]]:
         """Returns the ranked plans, and the plans of `space.rules`, fastest first.

@@ -5,7 +5,7 @@ A setting that is not at its default is pinned: the user chose it. The others ar
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -46,8 +46,6 @@ class Limits:
     """The limits of a search.
 
     Attributes:
-      devices: number of devices.
-      nodes: number of nodes.
       platform: "cpu", "gpu" or "tpu".
       codecs: preset whose codecs may be chosen, class by class: none, hybrid or strong.
       pinned: settings that keep their values.
@@ -129,22 +127,30 @@ def _plain_exchange(cfg: Config, limits: Limits) -> Config:
     return change(cfg, defaults)
 
 
-def exchanges(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Yields every route on a mesh, the most elaborate first, with unchanged chunks."""
-    if not cfg.model.has_experts:
-        return
-    for route in _values(cfg, limits, "route", tuple(reversed(ROUTES))):
-        candidate = resolve(change(cfg, {"route": route}), limits)
+def changed(cfg: Config, limits: Limits, changes: Iterable[dict[str, Any]]) -> Iterator[Config]:
+    """Yields the configs with one of the changes each that obey the rules and are not `cfg`."""
+    for values in changes:
+        candidate = resolve(change(cfg, values), limits)
         if candidate is not None and candidate != cfg:
             yield candidate
 
 
+def _each(cfg: Config, limits: Limits, name: str, choices: Iterable) -> Iterator[Config]:
+    """Yields the other values of one setting; none if it is pinned."""
+    if limits.free(name):
+        yield from changed(cfg, limits, ({name: value} for value in choices))
+
+
+def exchanges(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields every route on a mesh, the most elaborate first, with unchanged chunks."""
+    if cfg.model.has_experts:
+        yield from _each(cfg, limits, "route", reversed(ROUTES))
+
+
 def headrooms(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields larger buckets, so that fewer of them overflow."""
-    for headroom in _values(cfg, limits, "moe.headroom", HEADROOMS):
-        candidate = resolve(change(cfg, {"moe.headroom": headroom}), limits)
-        if candidate is not None and headroom > cfg.moe.headroom:
-            yield candidate
+    larger = [headroom for headroom in HEADROOMS if headroom > cfg.moe.headroom]
+    return _each(cfg, limits, "moe.headroom", larger)
 
 
 def more_chunks(cfg: Config, limits: Limits) -> Iterator[Config]:
@@ -152,23 +158,15 @@ def more_chunks(cfg: Config, limits: Limits) -> Iterator[Config]:
     if not cfg.model.has_experts:
         return
     forward, backward = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
-    seen = {cfg}
-    for chunks, behind in (
-        (2 * forward, 2 * backward),
-        (2 * forward, backward),
-        (forward, 2 * backward),
-    ):
-        if max(chunks, behind) > MAX_CHUNKS or not (
-            limits.free("route_chunks") or chunks == forward
-        ):
-            continue
-        values: dict[str, Any] = {"route_chunks": chunks}
-        if limits.free("route_chunks_backward"):
-            values["route_chunks_backward"] = None if behind == chunks else behind
-        candidate = resolve(change(cfg, values), limits)
-        if candidate is not None and candidate not in seen:
-            seen.add(candidate)
-            yield candidate
+    changes = []
+    for ahead, behind in ((2, 2), (2, 1), (1, 2)):
+        chunks, behind = ahead * forward, behind * backward
+        if max(chunks, behind) <= MAX_CHUNKS and (limits.free("route_chunks") or ahead == 1):
+            values: dict[str, Any] = {"route_chunks": chunks}
+            if limits.free("route_chunks_backward"):
+                values["route_chunks_backward"] = None if behind == chunks else behind
+            changes.append(values)
+    yield from dict.fromkeys(changed(cfg, limits, changes))
 
 
 def codecs(cfg: Config, limits: Limits) -> Iterator[Config]:
@@ -195,24 +193,17 @@ def without_codecs(cfg: Config, limits: Limits) -> Config:
 
 def pieces(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields sizes of the pieces in which gradients are reduced."""
-    for size in _values(cfg, limits, "train.reduction_bytes", PIECES):
-        candidate = resolve(change(cfg, {"train.reduction_bytes": size}), limits)
-        if candidate is not None and candidate != cfg:
-            yield candidate
+    return _each(cfg, limits, "train.reduction_bytes", PIECES)
 
 
 def gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields other ways to gather weights and reduce their gradients."""
     across = ("use", "passes", "flat")
-    if (
-        cfg.train.micro_batches > 1
-    ):  # else once a step is once for both passes, and nothing hides it
+    # In one micro-batch, once a step is once for both passes, and nothing hides it.
+    if cfg.train.micro_batches > 1:
         across = ("step", *across)
-    for name, choices in (("mesh.gather_dense", ("step", "use")), ("mesh.gather_across", across)):
-        for value in _values(cfg, limits, name, choices):
-            candidate = resolve(change(cfg, {name: value}), limits)
-            if candidate is not None and candidate != cfg:
-                yield candidate
+    yield from _each(cfg, limits, "mesh.gather_dense", ("step", "use"))
+    yield from _each(cfg, limits, "mesh.gather_across", across)
 
 
 def orders(cfg: Config, limits: Limits) -> tuple[str, ...]:
@@ -227,32 +218,18 @@ def orders(cfg: Config, limits: Limits) -> tuple[str, ...]:
 
 def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields other schedules of stages: saved values, order, number of micro-batches."""
-    if cfg.mesh.stage == 1:
-        return
-    parts = cfg.train.micro_batches
-    changes: list[dict[str, Any]] = [
-        {name: value}
-        for name, choices in (("mesh.stage_keeps", KEEPS), ("mesh.schedule", orders(cfg, limits)))
-        for value in _values(cfg, limits, name, choices)
-    ]
-    if limits.free("train.micro_batches"):
-        changes += [{"train.micro_batches": n} for n in (2 * parts, parts // 2)]
-    for values in changes:
-        candidate = resolve(change(cfg, values), limits)
-        if candidate is not None and candidate != cfg:
-            yield candidate
+    if cfg.mesh.stage > 1:
+        parts = cfg.train.micro_batches
+        yield from _each(cfg, limits, "mesh.stage_keeps", KEEPS)
+        yield from _each(cfg, limits, "mesh.schedule", orders(cfg, limits))
+        yield from _each(cfg, limits, "train.micro_batches", (2 * parts, parts // 2))
 
 
 def shorter_tasks(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields twice and half as many slices of positions, and chunks of layers for each stage."""
-    if cfg.mesh.stage == 1:
-        return
-    for name in ("mesh.stage_slices", CHUNKS):
+    for name in ("mesh.stage_slices", CHUNKS) if cfg.mesh.stage > 1 else ():
         now = get_value(cfg, name)
-        for count in (2 * now, now // 2) if limits.free(name) else ():
-            candidate = resolve(change(cfg, {name: count}), limits) if count else None
-            if candidate is not None:
-                yield candidate
+        yield from _each(cfg, limits, name, (2 * now, now // 2) if now > 1 else (2,))
 
 
 def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
@@ -315,7 +292,6 @@ def _values(cfg: Config, limits: Limits, name: str, choices: tuple) -> tuple:
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yields every ordered factoring of a number into `parts` factors."""
     if parts == 1:
         yield (number,)
         return

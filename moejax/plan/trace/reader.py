@@ -16,7 +16,7 @@ from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened,
 from moejax.comm.tokens.rounds import ROUNDS
 from moejax.kernels.costs import attention_cost, dot_flops, named_cost
 from moejax.plan.trace.fusion import Node, Storage, fuse
-from moejax.plan.trace.schedule import TRAFFIC, Collective, Schedule, collectives_of
+from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collectives_of
 
 # Primitives whose result shares the buffer of the first operand.
 VIEWS = ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "reshard")
@@ -59,22 +59,22 @@ class _Reader:
 
     def schedule(self, jaxpr: Any, scope: tuple[str, ...]) -> Schedule:
         """Returns the schedule of a jaxpr inside the named scopes, outermost first."""
-        values: dict[Any, int | None] = dict.fromkeys(jaxpr.constvars)
         inputs = [self.storage.new(_bytes(var.aval)) for var in jaxpr.invars]
-        values |= dict(zip(jaxpr.invars, inputs, strict=True))
-        outputs = self._run(jaxpr, values, scope)
+        outputs = self._run(jaxpr, inputs, scope)
         return fuse(self.nodes, self.storage, inputs, outputs)
 
-    def _run(self, jaxpr: Any, values: dict[Any, int | None], scope: tuple[str, ...]) -> list:
+    def _run(self, jaxpr: Any, operands: Sequence[int | None], scope: tuple[str, ...]) -> list:
         """Walks the equations; returns the values of the jaxpr's results."""
+        values: dict[Any, int | None] = dict.fromkeys(jaxpr.constvars)
+        values |= dict(zip(jaxpr.invars, operands, strict=True))
 
         def value_of(atom: Any) -> int | None:
             return None if hasattr(atom, "val") else values[atom]
 
         for eqn in jaxpr.eqns:
             inside = scope + _scope_names(eqn)
-            operands = [value_of(atom) for atom in eqn.invars]
-            results = self._equation(eqn, operands, inside)
+            read = [value_of(atom) for atom in eqn.invars]
+            results = self._equation(eqn, read, inside)
             values.update(zip(eqn.outvars, results, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
@@ -91,7 +91,7 @@ class _Reader:
         if name == "while":
             return self._while(eqn, operands, scope)
         if name == "cond":
-            return self._inline(self._branch(eqn), operands[1:], scope)
+            return self._run(opened(self._branch(eqn)), operands[1:], scope)
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
@@ -103,7 +103,7 @@ class _Reader:
                 for value, var in zip(operands, inner_jaxprs(eqn)[0].invars, strict=True):
                     if value is not None:
                         self.storage.resize(value, _bytes(var.aval))
-            return self._inline(inner_jaxprs(eqn)[0], operands, scope)
+            return self._run(opened(inner_jaxprs(eqn)[0]), operands, scope)
         if any(map(communicates, inner_jaxprs(eqn))):
             raise NotImplementedError(f"the planner cannot read collectives inside {name}")
         if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
@@ -113,7 +113,8 @@ class _Reader:
             return self._add("product", eqn, operands, scope, **cost)
         if name == "optimization_barrier":
             aliases = [None if v is None else self.storage.alias(v) for v in operands]
-            self.nodes.append(Node("join", *_labels(scope), _reads(operands), _present(aliases)))
+            join = Op("join", *_labels(scope))
+            self.nodes.append(Node(join, _reads(operands), _present(aliases)))
             return aliases
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
@@ -124,14 +125,14 @@ class _Reader:
             computed["reduced"] = float(eqn.invars[0].aval.size)
         return self._add("region", eqn, operands, scope, **computed)
 
-    def _inline(self, jaxpr: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
-        inner = opened(jaxpr)
-        values: dict[Any, int | None] = dict.fromkeys(inner.constvars)
-        values |= dict(zip(inner.invars, operands, strict=True))
-        return self._run(inner, values, scope)
-
     def _add(
-        self, kind: Any, eqn: Any, operands: list, scope: tuple[str, ...], **cost: Any
+        self,
+        kind: Any,
+        eqn: Any,
+        operands: list,
+        scope: tuple[str, ...],
+        unread: float = 1.0,
+        **cost: Any,
     ) -> list[int]:
         """Adds a node that reads its operands, or slices of them, and writes new buffers."""
         written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
@@ -139,7 +140,8 @@ class _Reader:
         reads = _reads(operands)
         if eqn.primitive.name in SLICES:
             reads = tuple((value, float(size)) for value, _ in reads[:1]) + reads[1:]
-        self.nodes.append(Node(kind, *_labels(scope), reads, tuple(written), **cost))
+        op = Op(kind, *_labels(scope), **cost)
+        self.nodes.append(Node(op, reads, tuple(written), unread))
         return written
 
     def _gather(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
@@ -162,8 +164,8 @@ class _Reader:
         else:
             written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
         kind = "write" if name == "dynamic_update_slice" else "gather"
-        node = Node(kind, *_labels(scope), _reads(operands), tuple(written), bytes=moved)
-        self.nodes.append(node)
+        op = Op(kind, *_labels(scope), bytes=moved)
+        self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return written
 
     def _collective(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
@@ -177,10 +179,8 @@ class _Reader:
             about = (kind, axes, str(counted.dtype), _bytes(counted))
             collective = Collective(*about, 1, traffic, senders)
             written.append(self.storage.new(_bytes(after.aval)))
-            where = _labels(scope)
-            self.nodes.append(
-                Node("collective", *where, _reads([value]), (written[-1],), collective=collective)
-            )
+            op = Op("collective", *_labels(scope), collective=collective)
+            self.nodes.append(Node(op, _reads([value]), (written[-1],)))
         return written
 
     def _scan(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
@@ -223,18 +223,16 @@ class _Reader:
         ]
         stacked = eqn.outvars[len(carry) :]
         written += [self.storage.new(_bytes(var.aval)) for var in stacked]
-        node = Node(
+        pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
+        op = Op(
             "loop",
             *_labels(scope),
-            _reads(operands),
-            tuple(written),
             body=body,
             trip_count=trip_count,
+            unrolled=unrolled,
+            carried=tuple((a, b) for a, b in pairs if b is not None),
         )
-        node.unrolled = unrolled
-        pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
-        node.carried = tuple((a, b) for a, b in pairs if b is not None)
-        self.nodes.append(node)
+        self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return list(written)
 
     def _branch(self, eqn: Any) -> Any:
@@ -271,7 +269,6 @@ def _labels(scope: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def _reads(values: Iterable[int | None]) -> tuple[tuple[int, float | None], ...]:
-    """Returns reads of whole values."""
     return tuple((value, None) for value in _present(values))
 
 

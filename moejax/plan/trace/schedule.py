@@ -42,10 +42,7 @@ class Collective:
 
     Attributes:
       kind: a name from `comm.wire`.
-      axes: mesh axes.
-      dtype: dtype of the operand.
       bytes: size of one device's operand (all_gather: of its result) in one call.
-      calls: calls in a step.
       traffic: its class, one of `TRAFFIC`; or empty.
       senders: of a ppermute, the places along the axes that send; else empty: all do.
     """

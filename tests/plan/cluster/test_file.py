@@ -18,11 +18,7 @@ from moejax.plan.cluster.file import (
     to_text,
     write_topology,
 )
-from moejax.plan.cluster.topology import (
-    KINDS,
-    Link,
-    Tier,
-)
+from moejax.plan.cluster.topology import KINDS, Link, Tier
 from tests.plan.cluster.test_topology import THREE, TWO
 
 
@@ -32,6 +28,7 @@ def as_json(topology):
 
 FULL = replace(
     TWO,
+    name="rack [ 3 ,  4 ]",
     pairs=((0.0, 5.0), (6.0, 0.0)),
     node_names=("a", "b"),
     device=replace(TWO.device, copies=((1e3, 4e9), (1e6, 2e9)), exponentials_per_s=1e9),
@@ -89,24 +86,19 @@ def known_gpu(rate):
 REFUSED = [
     (change("version", 2), "newer moejax", "Upgrade"),
     (change("version", 0), "`version` is unknown", "Probe"),
-    (change("version", True), "`version` is unknown", "Probe"),
     (change("version", ...), "`version` is missing", "Add"),
     (change("tiers.0.sizes", 4), "unknown field in `tiers[0]`", "`size`"),
     (change("wxyz", 4), "unknown field in `the file`", "Leave it out"),
     (change("tiers.0.size", 4.0), "`tiers[0].size` is wrong", "whole number"),
     (change("tiers.0.size", 0), "`tiers[0].size` is wrong", "at least 1"),
-    (change("tiers.0.size", True), "`tiers[0].size` is wrong", "whole number"),
     (change("tiers.0.size", ...), "`tiers[0].size` is missing", "Add"),
     (change("tiers", []), "`tiers` is wrong", "at least one"),
-    (change("tiers", {}), "`tiers` is wrong", "a list"),
     (change("tiers.1", 3), "`tiers[1]` is wrong", "an object"),
     (change("tiers.1.links.all.bytes_per_s", 0), "bytes_per_s` is wrong", "above 0"),
-    (change("tiers.1.links.all.bytes_per_s", -1e9), "bytes_per_s` is wrong", "above 0"),
     (change("tiers.1.links.all.bytes_per_s", "1e9"), "bytes_per_s` is wrong", "a number"),
     (change("tiers.1.links.all.bytes_per_s", math.nan), "bytes_per_s` is wrong", "a number"),
     (change("tiers.1.links.all.bytes_per_s", 10**400), "bytes_per_s` is wrong", "a number"),
     (change("tiers.1.links.all.gbit_per_s", 100), "counts bits", "by 8"),
-    (change("tiers.1.links.all.mbps", 100), "counts bits", "by 8"),
     (change("tiers.1.links.all.startup_s", -1), "startup_s` is wrong", "from 0"),
     (change("tiers.1.links.all.points", [[1]]), "points` is wrong", "pairs"),
     (change("tiers.0.links.all_to_all", ...), "all_to_all` is missing", "Add"),
@@ -115,34 +107,26 @@ REFUSED = [
     (change("tiers.1.links.all.bytes_per_s", 9e9), "is slower than `tiers[1]`", "Swap"),
     (change("tiers.0.together", -1), "together` is wrong", "from 0 to 2"),
     (change("tiers.0.occupies", 1.5), "occupies` is wrong", "from 0 to 1"),
-    (change("tiers.0.late_s", -1), "late_s` is wrong", "from 0 to 60"),
     (change("device.platform", "gqu"), "platform` is wrong", "cpu, gpu, tpu"),
     (change("device.memory_bytes", 1e9), "memory_bytes` is wrong", "whole number"),
     (change("device.products", {}), "products` is empty", "float32"),
     (change("device.products.float32", []), "products.float32` is wrong", "at least one"),
     (change("device.products.float32", [[2, 1], [1, 1]]), "products.float32` is wrong", "Sort"),
-    (change("device.copies", []), "device.copies` is wrong", "at least one"),
     (change("device.copies", [[2, 1], [1, 1]]), "device.copies` is wrong", "Sort"),
-    (change("device.copies.0", [2]), "device.copies` is wrong", "pairs"),
     (change("device.codecs.int8.decode", 0), "codecs.int8.decode` is wrong", "above 0"),
     (change("device.program", 0), "device.program` is wrong", "above 0"),
-    (change("device.sharing", -1), "device.sharing` is wrong", "above 0"),
-    (change("device.codecs.int8", 3), "codecs.int8` is wrong", "an object"),
     (change("pairs", [[0, 1]]), "`pairs` is not whole", "2 rows of 2"),
     (change("pairs.0.1", 0), "`pairs[0][1]` is wrong", "every pair is measured"),
     (change("pairs.0.1", None), "`pairs` is wrong", "missing must be measured"),
-    (change("pairs.0.1", -1), "`pairs` is wrong", "none below 0"),
     (change("pairs.1.1", 3), "`pairs[1][1]` is wrong", "0"),
     (change("pairs.0.1", 4.7), "differ by direction: 1 to 0", "asymmetric"),
     (change("node_names", ["a"]), "`node_names` is wrong", "2 names"),
     (change("node_names", [1, 2]), "`node_names` is wrong", "a list of strings"),
     (change("asymmetric", 1), "`asymmetric` is wrong", "true or false"),
-    (change("name", ""), "`name` is wrong", "text"),
     (change("name", "a\nb"), "`name` is wrong", "text"),
     (change("tiers.1.links.all.bytes_per_s", 12.5), "bytes_per_s` is too low", "12.5e9"),
     (change("device.products.float32", [[1e8, 56.8]]), "float32` is too low", "FLOP/s"),
     (change("device.copy_bytes_per_s", 4.3), "copy_bytes_per_s` is too low", "bytes a second"),
-    (change("device.gather_bytes_per_s", 2.4), "gather_bytes_per_s` is too low", "bytes a second"),
     (change("device.memory_bytes", 141), "memory_bytes` is too low", "in bytes"),
     (known_gpu(8 * 300e9), "too fast", "Divide by 8"),
 ]
@@ -162,12 +146,9 @@ def test_a_wrong_file_is_refused_in_one_line(edit, what, more, tmp_path):
     assert "\n" not in message
 
 
-def test_asymmetry_that_is_said_to_be_so_is_taken():
+def test_what_is_said_to_be_so_and_a_known_device_within_its_bounds_are_taken():
     facts = as_json(FULL) | {"pairs": [[0, 1], [5, 0]], "asymmetric": True}
     assert from_json(facts, "t.json").asymmetric
-
-
-def test_a_known_device_within_its_bounds_is_taken():
     facts = as_json(FULL)
     known_gpu(280e9)(facts)
     assert from_json(facts, "t.json").devices == 8
@@ -203,14 +184,6 @@ def test_known_clusters_load_and_are_plausible(name):
     for link in (link for tier in found.tiers for link in tier.links.values()):
         assert 1e8 < link.bytes_per_s < 1e12
         assert 0 < link.startup_s < 1e-3
-    best = {one.kind: one.best(2**20) for one in found.crossover()}
-    assert set(best) == {"all_to_all", "all_reduce"}
-
-
-def test_known_clusters_are_those_that_were_promised():
-    wanted = "a800 dgx_a100 dgx_h100 fsmoe_2080ti gb200_nvl72 h200 lassen lina_a100"
-    slices = "tpu_v5e tpu_v5e_4x4 tpu_v5e_8x8 tpu_v5p tpu_v6e tpu_v6e_8x8"
-    assert known_clusters() == (*wanted.split(), *slices.split())
 
 
 @pytest.mark.parametrize(
@@ -258,12 +231,6 @@ def test_an_unknown_cluster_is_refused_in_one_line(name, message):
     with pytest.raises(InputError, match=message) as caught:
         load_topology(name)
     assert "\n" not in str(caught.value)
-
-
-def test_brackets_inside_names_stay_as_they_are():
-    named = replace(FULL, name="rack [ 3 ,  4 ]", source="[ a ]  [b ]")
-    found = as_json(named)
-    assert (found["name"], found["source"]) == (named.name, named.source)
 
 
 def test_a_tier_may_be_slower_in_one_kind(tmp_path):

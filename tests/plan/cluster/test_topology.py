@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.plan.cluster.device import CodecRates, Device
-from moejax.plan.cluster.topology import SIZES, Link, Tier, Topology, same_links
+from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
 
 MIB = 2**20
 DEVICE = Device(
@@ -51,8 +51,7 @@ def test_a_bent_link_keeps_its_bends_when_its_rate_changes():
 
 
 def test_counts_devices_and_nodes():
-    assert (TWO.devices, TWO.nodes, TWO.sizes) == (8, 2, (4, 2))
-    assert (THREE.devices, THREE.nodes) == (24, 6)
+    assert (THREE.devices, THREE.nodes, THREE.sizes) == (24, 6, (4, 3, 2))
 
 
 @pytest.mark.parametrize(
@@ -79,17 +78,6 @@ def test_flat_group_sends_each_tier_its_share():
     assert slow == pytest.approx(4 * 1e-3 + 4 * MIB / 1e8)
 
 
-def test_two_stage_all_to_all_of_systems_7():
-    """intra (G - 1) / G * S, inter (N - 1) / N * S."""
-    S = 64 * MIB
-    two_level = TWO.crossover()[0].seconds["two_level"]
-    size = 2**26
-    place = [2**p for p in range(10, 31)].index(size)
-    assert size == S
-    wanted = 1e-4 + 3 / 4 * S / 1e9 + 1e-3 + 1 / 2 * S / 1e8
-    assert two_level[place] == pytest.approx(wanted)
-
-
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
 def test_shares_of_an_all_to_all_add_up_to_what_leaves_a_device(inside, racks, sites):
     n = inside * racks * sites
@@ -112,32 +100,17 @@ def test_a_ring_passes_from_block_to_block_once(kind, inside, racks, sites):
         assert share * block == pytest.approx(passing if size > 1 else 0)
 
 
-def test_a_gather_over_two_hosts_puts_on_their_link_what_the_kernel_counts():
-    """benchmarks/compression.md: rings by XLA on gloo, sent over counted 1.005."""
-    _, slow = TWO.shares("all_gather", 8 * MIB, 4, 2)
-    assert 4 * slow == 7 * MIB  # of a host's four devices together
-
-
 def test_three_tiers_each_carry_their_peers():
     # 24 devices: 3 peers inside, 8 in other nodes of the rack, 12 at the other site.
     assert THREE.shares("all_to_all", 24.0, 4, 3, 2) == (3, 8, 12)
     seconds = THREE.seconds("all_to_all", 24 * MIB, 4, 3, 2)
-    assert seconds == pytest.approx(
-        (
-            1e-5 + 3 * MIB / 1e10,
-            8 / 2 * 1e-4 + 8 * MIB / 1e9,
-            12 * 1e-2 + 12 * MIB / 1e7,
-        )
-    )
+    wanted = (1e-5 + 3 * MIB / 1e10, 8 / 2 * 1e-4 + 8 * MIB / 1e9, 12 * 1e-2 + 12 * MIB / 1e7)
+    assert seconds == pytest.approx(wanted)
     # A ring of 24: 23 turns, of which the tiers alone would take 3, 2 and 1.
     seconds = THREE.seconds("all_gather", 24 * MIB, 4, 3, 2)
-    assert seconds == pytest.approx(
-        (
-            23 / 3 * 1e-5 + 23 * MIB / 1e10,
-            23 / 2 * 1e-4 + 23 / 4 * MIB / 1e9,
-            23 * 1e-2 + 23 / 12 * MIB / 1e7,
-        )
-    )
+    starts, rates = (23 / 3 * 1e-5, 23 / 2 * 1e-4, 23 * 1e-2), (1e10, 4 * 1e9, 12 * 1e7)
+    wanted = [start + 23 * MIB / rate for start, rate in zip(starts, rates, strict=True)]
+    assert seconds == pytest.approx(wanted)
     assert THREE.of_nodes(12).sizes == (4, 3, 4)
     with pytest.raises(ValueError, match="multiple of 3"):
         THREE.of_nodes(4)
@@ -152,10 +125,6 @@ def test_a_group_fills_racks_before_it_crosses_sites(inside, across, group):
     assert math.prod(group) == inside * across
 
 
-def test_tiers_left_out_count_one_device():
-    assert THREE.seconds("all_reduce", MIB, 4) == THREE.seconds("all_reduce", MIB, 4, 1, 1)
-
-
 def test_other_kinds_travel_as_what_they_resemble():
     assert TWO.seconds("all_max", 4.0, 4, 2) == TWO.seconds("all_reduce", 4.0, 4, 2)
     assert TWO.shares("ppermute", 8.0, 4, 2) == (0, 8)
@@ -164,11 +133,10 @@ def test_other_kinds_travel_as_what_they_resemble():
 
 
 def test_crossover_finds_where_the_best_way_changes():
-    exchange, reduction = TWO.crossover()
+    """The ways' seconds cross where the formulas of systems 7 do."""
+    found = TWO.crossover()
     # Flat has four times the starts across; two-level moves the bytes inside first, then across.
-    assert exchange.best(1024) == "two_level"
-    assert exchange.best(2**30) == "flat"
-    (_, first), (change, second) = exchange.changes
+    (_, first), (change, second) = found["all_to_all"]
     assert (first, second) == ("two_level", "flat")
     # By hand: 1e-4 + 3/4 S/1e9 + 1e-3 + 1/2 S/1e8 = 4e-3 + 1/2 S/1e8.
     by_hand = (4e-3 - 1.1e-3) / (0.75 / 1e9)
@@ -176,19 +144,13 @@ def test_crossover_finds_where_the_best_way_changes():
     # Sums inside first, so that a quarter of the bytes cross, and shares the sum again inside:
     # 2 (1e-4 + 3/4 S/1e9) + 1e-3 + 1/4 S/1e8. The ring has seven turns on the slow link:
     # 7e-3 + 2 7/8 1/4 S/1e8, more at every size.
-    for size, two_level, ring in zip(
-        SIZES, reduction.seconds["two_level"], reduction.seconds["ring"], strict=True
-    ):
-        assert two_level == pytest.approx(1.2e-3 + 4e-9 * size)
-        assert ring == pytest.approx(7e-3 + 4.375e-9 * size)
-    assert reduction.changes == ((1024, "two_level"),)
+    assert found["all_reduce"] == ((1024, "two_level"),)
 
 
 def test_a_ring_wins_where_inside_is_only_a_little_faster():
-    near = cluster(tier("host", 4, 1e-6, 4e8), tier("network", 2, 1e-6, 1e8))
-    assert near.crossover()[1].best(2**30) == "ring"
-    far = cluster(tier("host", 4, 1e-6, 1e12), tier("network", 2, 1e-6, 1e8))
-    assert far.crossover()[1].best(2**30) == "two_level"
+    for inside, wins in ((4e8, "ring"), (1e12, "two_level")):
+        made = cluster(tier("host", 4, 1e-6, inside), tier("network", 2, 1e-6, 1e8))
+        assert made.crossover()["all_reduce"][-1][1] == wins
 
 
 def pairs_of(count, slow=(), rate=100.0, slow_rate=25.0):
@@ -198,19 +160,14 @@ def pairs_of(count, slow=(), rate=100.0, slow_rate=25.0):
     return tuple(map(tuple, rows))
 
 
-@pytest.mark.parametrize("count", [3, 4, 8])
+@pytest.mark.parametrize("count", [3, 8])
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_names_the_slow_node_and_by_how_much(count, both_ways):
     slow = [(1, b) for b in range(count) if b != 1]
     slow += [(b, a) for a, b in slow] if both_ways else []
+    tiers = TWO.tiers[0], replace(TWO.tiers[1], size=count)
     names = tuple(f"host{n}" for n in range(count))
-    nodes = cluster(
-        TWO.tiers[0],
-        replace(TWO.tiers[1], size=count),
-        pairs=pairs_of(count, slow),
-        node_names=names,
-    )
-    (found,) = nodes.slow_nodes()
+    (found,) = cluster(*tiers, pairs=pairs_of(count, slow), node_names=names).slow_nodes()
     assert (found.node, found.name, found.times_slower) == (1, "host1", 4)
 
 
@@ -252,9 +209,3 @@ def test_copies_that_a_cache_may_hold_have_rates_of_their_own():
     assert cached.copy_rate(1e5) == pytest.approx(4e9)  # half-way in logarithms
     assert cached.copy_rate(1e6) == 2e9
     assert cached.copy_rate(1.1e6) == 1e9
-
-
-# -- files
-
-
-# -- known clusters

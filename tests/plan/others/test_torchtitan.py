@@ -16,12 +16,6 @@ def test_experts_lie_on_expert_and_tensor_ranks_together(weights, degree):
     assert lost == (weights == "hidden")
 
 
-def test_dense_weights_are_sharded_over_fsdp_and_expert():
-    its = to_torchtitan(plan("Qwen3-30B-A3B", mesh__replica=2, mesh__expert=8, mesh__fsdp=4))
-    assert its.value("parallelism.data_parallel_replicate_degree") == 2
-    assert its.value("parallelism.data_parallel_shard_degree") == 32
-
-
 def test_gathered_weights_are_kept_where_nothing_is_recomputed():
     for remat, policy in (("none", "never"), ("collectives", "never"), ("full", "always")):
         its = to_torchtitan(plan("Qwen3-30B-A3B", mesh__fsdp=64, model__remat=remat))

@@ -22,6 +22,17 @@ def costs(mesh=(1, 1, 8, 1), nodes=2, fill=None, **options):
     return Costs(cluster(nodes=nodes, **options), layout, fill or BucketFill())
 
 
+def on(priced, **device):
+    """The same on a device with other rates."""
+    topology = priced.topology
+    topology = dataclasses.replace(topology, device=dataclasses.replace(topology.device, **device))
+    return Costs(topology, priced.layout, priced.fill)
+
+
+def run(priced, *ops):
+    return simulate_step(Schedule(ops, ()), priced)
+
+
 def all_to_all(size, axes=("expert_slow", "expert_fast")):
     one = Collective("all_to_all", axes, "float32", size, 1, "dispatch")
     return Op("collective", collective=one)
@@ -29,17 +40,12 @@ def all_to_all(size, axes=("expert_slow", "expert_fast")):
 
 def test_a_collective_takes_what_its_slowest_tier_takes():
     size = 8_000_000
-    found = simulate_step(Schedule((all_to_all(size),), ()), costs())
+    found = run(costs(), all_to_all(size))
     # Seven of eight parts leave; four of them cross to the other node, each to a peer of its own.
     assert found.seconds == pytest.approx(4e-4 + size * 4 / 8 / 1e7)
     assert found.totals.bytes_sent["network", "dispatch"] == pytest.approx(size / 2)
     assert found.totals.bytes_sent["host", "dispatch"] == pytest.approx(size * 3 / 8)
     assert found.totals.exposed["dispatch"] == pytest.approx(found.seconds)
-
-
-def test_axes_inside_a_node_leave_the_network_alone():
-    found = simulate_step(Schedule((all_to_all(1000, ("expert_fast",)),), ()), costs())
-    assert {link for link, _ in found.totals.bytes_sent} == {"host"}
 
 
 @pytest.mark.parametrize(
@@ -71,10 +77,9 @@ def test_a_single_operation_costs_what_it_does_by_hand(op, share, seconds):
 def test_a_program_takes_longer_than_its_operations_and_links_do_not():
     ops = (Op("product", scope="experts", flops=1e9, dtype="float32"), all_to_all(1_000_000))
     alone = costs(platform="gpu")
-    device = dataclasses.replace(alone.topology.device, program_overhead=3.0)
-    slower = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.fill)
+    slower = on(alone, program_overhead=3.0)
     for op, times in zip(ops, (3, 1), strict=True):
-        before, after = (simulate_step(Schedule((op,), ()), one).seconds for one in (alone, slower))
+        before, after = (run(one, op).seconds for one in (alone, slower))
         assert after == pytest.approx(times * before)
 
 
@@ -85,10 +90,9 @@ def test_devices_that_take_turns_send_while_others_compute(size):
 
     work = Op("product", scope="experts", flops=5e8, dtype="float32")
     alone = costs()
-    device = dataclasses.replace(alone.topology.device, oversubscription=4.0)
-    waiting = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.fill)
+    waiting = on(alone, oversubscription=4.0)
     both = Schedule((work, after(0, size, "expert_slow")), ())
-    sending = simulate_step(Schedule((all_to_all(size, ("expert_slow",)),), ()), alone).seconds
+    sending = run(alone, all_to_all(size, ("expert_slow",))).seconds
     computing = simulate_step(both, alone).seconds - sending
     shorter, longer = sorted((computing, sending))
     found = simulate_step(both, waiting)
@@ -96,7 +100,7 @@ def test_devices_that_take_turns_send_while_others_compute(size):
     assert found.totals.sent["network", "dispatch"] == pytest.approx(sending)
     # Once the devices of a node have met, nothing that they computed before hides anything.
     meet = after(0, 0, "expert_fast")
-    met = simulate_step(Schedule((work, meet, after(1, size, "expert_slow")), ()), waiting).seconds
+    met = run(waiting, work, meet, after(1, size, "expert_slow")).seconds
     assert met == pytest.approx(computing + sending, abs=1e-4)
 
 
@@ -110,7 +114,7 @@ def test_a_collective_takes_as_long_as_devices_need_to_meet_unless_it_is_right_b
                 cost = {"flops": work, "dtype": "float32", "after": before_it}
                 ops.append(Op("product", scope="experts", **cost))
             ops.append(dataclasses.replace(all_to_all(size, (axis,)), after=(len(ops) - 1,)))
-        found = simulate_step(Schedule(tuple(ops), ()), costs_now)
+        found = run(costs_now, *ops)
         return found.seconds - found.totals.computed["experts"]
 
     before = costs()
@@ -154,53 +158,33 @@ def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time
     def seconds(rows, moved=0.0):
         cost = {"flops": 1e7 * rows, "dtype": "float32", "scales_with_fill": True, "bytes": moved}
         op = Op("product", scope="experts", blocks=(rows, 2), **cost)
-        return Costs(topology, priced.layout, priced.fill).compute(op, 0.8)
+        return priced.compute(op, 0.8)
 
-    priced = costs()
-    device = dataclasses.replace(
-        priced.topology.device, products={"float32": ((1.0, 1e10),)}, startup_s=0.0
-    )
-    topology = dataclasses.replace(priced.topology, device=device)
+    priced = on(costs(), products={"float32": ((1.0, 1e10),)}, startup_s=0.0)
     # An expert's rows, one standard deviation below, at and above the mean of 512, take blocks of
     # 512, 512 and 512 + 64; of 64 they take 64, 64 and 128.
     assert seconds(1280) == pytest.approx(2 * (512 + 512 + 576) / 3 * 1e-3)
     assert seconds(160) == pytest.approx(2 * (64 + 64 + 128) / 3 * 1e-3)
-    assert seconds(160, 1e8) - seconds(160) == pytest.approx(1e8 / device.copy_bytes_per_s)
-
-
-def test_compute_hides_what_does_not_wait_for_it():
-    work = Op("product", scope="experts", flops=1e9, dtype="float32")
-    ops = (all_to_all(2_000_000), work)
-    found = simulate_step(Schedule(ops, ()), costs(platform="gpu"))
-    apart = [simulate_step(Schedule((op,), ()), costs()).seconds for op in ops]
-    assert found.seconds == pytest.approx(max(apart))
-    waiting = (work, Op("collective", after=(0,), collective=ops[0].collective))
-    assert simulate_step(Schedule(waiting, ()), costs()).seconds == pytest.approx(sum(apart))
+    assert seconds(160, 1e8) - seconds(160) == pytest.approx(1e8 / priced.device.copy_bytes_per_s)
 
 
 def test_on_cpu_collectives_go_one_by_one_and_take_compute_with_them():
     ops = (all_to_all(1_000_000, ("expert_fast",)), all_to_all(1_000_000, ("expert_slow",)))
-    together = simulate_step(Schedule(ops, ()), costs(platform="gpu")).seconds
-    in_turn = simulate_step(Schedule(ops, ()), costs(platform="cpu")).seconds
-    alone = [simulate_step(Schedule((op,), ()), costs()).seconds for op in ops]
+    together = run(costs(platform="gpu"), *ops).seconds
+    in_turn = run(costs(platform="cpu"), *ops).seconds
+    alone = [run(costs(), op).seconds for op in ops]
     assert together == pytest.approx(max(alone))
     assert in_turn == pytest.approx(sum(alone))
     beside = (ops[0], Op("product", scope="experts", flops=1e8, dtype="float32"))
-    free, taken = (
-        simulate_step(Schedule(beside, ()), costs(compute_share=share)).seconds
-        for share in (0.0, 1.0)
-    )
-    parts = [simulate_step(Schedule((op,), ()), costs()).seconds for op in beside]
+    free, taken = (run(costs(compute_share=share), *beside).seconds for share in (0.0, 1.0))
+    parts = [run(costs(), op).seconds for op in beside]
     assert free == pytest.approx(max(parts))
     assert taken == pytest.approx(sum(parts))
 
 
 def test_what_is_filled_is_what_experts_cost():
     op = Op("product", scope="experts", flops=1e9, dtype="float32", scales_with_fill=True)
-    full, half = (
-        simulate_step(Schedule((op,), ()), costs(fill=BucketFill(filled=share))).seconds
-        for share in (1.0, 0.5)
-    )
+    full, half = (run(costs(fill=BucketFill(filled=share)), op).seconds for share in (1.0, 0.5))
     assert half < 0.75 * full
 
 
@@ -234,13 +218,6 @@ def test_unrolled_turns_wait_for_what_they_carry():
     assert unrolled == pytest.approx(rolled)
 
 
-def test_the_terms_are_the_step():
-    work = Op("product", scope="experts", after=(0,), flops=1e9, dtype="float32")
-    found = simulate_step(Schedule((all_to_all(2_000_000), work), ()), costs())
-    total = sum(found.totals.computed.values()) + sum(found.totals.exposed.values())
-    assert total == pytest.approx(found.seconds)
-
-
 def transfer(size, senders):
     one = Collective("ppermute", ("stage",), "float32", size, 1, "stage", senders)
     return Op("collective", collective=one)
@@ -264,8 +241,8 @@ def of_stages(stages, nodes):
 )
 def test_what_stages_send_waits_for_what_the_same_stages_send(stages, senders, beside, together):
     own = of_stages(stages, nodes=stages)
-    one = simulate_step(Schedule((transfer(10**6, (0,)),), ()), own)
-    both = simulate_step(Schedule((transfer(10**6, senders), transfer(10**6, beside)), ()), own)
+    one = run(own, transfer(10**6, (0,)))
+    both = run(own, transfer(10**6, senders), transfer(10**6, beside))
     assert both.seconds == pytest.approx(together * one.seconds)
     assert both.totals.bytes_sent["network", "stage"] == 2e6
 
@@ -274,8 +251,8 @@ def test_on_links_between_stages_other_collectives_wait_for_transfers_of_all():
     own = of_stages(2, nodes=2)
     every = all_to_all(10**6, ("stage",))
     first, last = transfer(10**6, (0,)), transfer(10**6, (1,))
-    alone = [simulate_step(Schedule((op,), ()), own).seconds for op in (every, first)]
-    found = simulate_step(Schedule((first, last, every), ()), own)
+    alone = [run(own, op).seconds for op in (every, first)]
+    found = run(own, first, last, every)
     assert found.seconds == pytest.approx(sum(alone))
 
 
@@ -285,5 +262,5 @@ def test_on_cpu_a_transfer_begins_only_when_those_before_it_have_begun():
     waits = dataclasses.replace(transfer(10**6, (0,)), after=(0,))
     own = of_stages(2, nodes=2)
     ops = (product, waits, transfer(10**6, (1,)))
-    found = simulate_step(Schedule(ops, ()), own).timeline
+    found = run(own, *ops).timeline
     assert found.start_s[2] == found.end_s[0] == found.start_s[1]

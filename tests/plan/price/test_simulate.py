@@ -1,6 +1,5 @@
 import time
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -37,11 +36,11 @@ def schedules(draw, streams=("compute", *POLICIES), most=7, compute_share=(0.0, 
     return tasks
 
 
-def by_hand(tasks, policies):
-    """Start and end of each task."""
-    simulation = ByHand(tasks, policies)
+def by_hand(tasks):
+    """Start and end of each task, as floats."""
+    simulation = ByHand(tasks, POLICIES)
     simulation.run()
-    return simulation.start, simulation.end
+    return tuple(tuple(map(float, times)) for times in (simulation.start, simulation.end))
 
 
 class ByHand:
@@ -115,84 +114,12 @@ class ByHand:
 @given(tasks=schedules())
 def test_agrees_with_the_same_rules_done_by_hand(tasks):
     timeline = simulate(tasks, POLICIES)
-    start, end = by_hand(tasks, POLICIES)
-    assert timeline.start_s == tuple(map(float, start))
-    assert timeline.end_s == tuple(map(float, end))
+    assert (timeline.start_s, timeline.end_s) == by_hand(tasks)
 
 
 @given(tasks=schedules(most=5, compute_share=(0.0, 0.5, 1.0)))
 def test_agrees_with_the_same_rules_where_communication_stalls_compute(tasks):
-    assert simulate(tasks, POLICIES).end_s == tuple(map(float, by_hand(tasks, POLICIES)[1]))
-
-
-@given(tasks=schedules(most=30, compute_share=(0.0, 0.3, 1.0)))
-def test_never_ends_before_the_longest_chain_nor_before_a_stream_has_done_its_work(tasks):
-    timeline = simulate(tasks, POLICIES)
-    chain = []
-    for task in tasks:
-        chain.append(task.seconds + max((chain[p] for p in task.after), default=0.0))
-    loads = {s: sum(t.seconds for t in tasks if t.stream == s) for s in ("compute", *POLICIES)}
-    assert timeline.seconds >= max(*chain, *loads.values()) * (1 - 1e-12)
-    # And never later than one thing at a time.
-    assert timeline.seconds <= sum(task.seconds for task in tasks) * (1 + 1e-12)
-    for place, task in enumerate(tasks):
-        assert all(timeline.end_s[p] <= timeline.start_s[place] for p in task.after)
-        assert timeline.end_s[place] - timeline.start_s[place] >= task.seconds * (1 - 1e-12)
-
-
-@given(tasks=schedules(most=20))
-def test_no_stream_idles_while_it_has_a_ready_task(tasks):
-    timeline = simulate(tasks, POLICIES)
-    for place, task in enumerate(tasks):
-        ready = max((timeline.end_s[p] for p in task.after), default=0.0)
-        if task.stream == "air":
-            assert timeline.start_s[place] == ready
-            continue
-        # Until it starts the stream is never free.
-        others = [p for p in timeline.lanes()[task.stream] if p != place]
-        spans = sorted((timeline.start_s[p], timeline.end_s[p]) for p in others)
-        reached = ready
-        for start, end in spans:
-            if start <= reached:
-                reached = max(reached, end)
-        assert timeline.start_s[place] <= reached
-
-
-@given(tasks=schedules(most=20))
-def test_one_at_a_time_in_the_order_of_each_policy(tasks):
-    timeline = simulate(tasks, POLICIES)
-    ready = [max((timeline.end_s[p] for p in task.after), default=0.0) for task in tasks]
-    keys = {
-        "compute": lambda p: (p,),
-        "pipe": lambda p: (ready[p], p),
-        "line": lambda p: (-tasks[p].priority, ready[p], p),
-    }
-    for stream, places in timeline.lanes().items():
-        if stream == "air":
-            continue
-        timed = [p for p in places if tasks[p].seconds]
-        for earlier, later in pairwise(timed):
-            assert timeline.end_s[earlier] <= timeline.start_s[later]
-        for earlier in timed:
-            for later in timed:
-                # Whoever waited while another started was behind it in the stream's order.
-                if ready[later] <= timeline.start_s[earlier] < timeline.start_s[later]:
-                    assert keys[stream](earlier) < keys[stream](later)
-
-
-@given(seconds=st.lists(st.integers(0, 100), min_size=1, max_size=20))
-@pytest.mark.parametrize("stream", ["compute", *POLICIES])
-def test_independent_tasks_on_one_stream_take_their_sum(stream, seconds):
-    tasks = [Task("work", stream, float(s)) for s in seconds]
-    assert simulate(tasks, POLICIES).seconds == pytest.approx(sum(seconds), rel=1e-12)
-
-
-@given(seconds=st.lists(st.integers(1, 100), min_size=1, max_size=20))
-def test_sharing_serves_all_alike_and_the_shortest_is_done_first(seconds):
-    timeline = simulate([Task("work", "air", float(s)) for s in seconds], POLICIES)
-    # Each of n that start together has had min(its own, another's) time beside each other one.
-    for one, end in zip(seconds, timeline.end_s, strict=True):
-        assert end == pytest.approx(sum(min(one, other) for other in seconds), rel=1e-12)
+    assert simulate(tasks, POLICIES).end_s == by_hand(tasks)[1]
 
 
 def test_who_joins_a_shared_stream_slows_the_others_from_then_on():
@@ -204,33 +131,6 @@ def test_who_joins_a_shared_stream_slows_the_others_from_then_on():
     ]
     # Two have 2 each after 4 seconds; three have 3 more each after 9; two have the last 1 each.
     assert simulate(tasks, POLICIES).end_s == (15, 15, 4, 13)
-
-
-@given(tasks=schedules(most=20), factor=st.sampled_from([0.5, 2.0, 8.0]))
-def test_slower_by_a_factor_is_longer_by_that_factor(tasks, factor):
-    slower = [
-        Task(t.name, t.stream, t.seconds * factor, t.after, t.priority, t.compute_share)
-        for t in tasks
-    ]
-    ends = simulate(tasks, POLICIES).end_s
-    assert simulate(slower, POLICIES).end_s == pytest.approx([end * factor for end in ends])
-
-
-@given(
-    tasks=schedules(streams=("compute", "pipe", "line"), most=20, compute_share=(0.0,)),
-    data=st.data(),
-)
-def test_longer_tasks_never_end_it_sooner_where_all_orders_are_fixed(tasks, data):
-    last, fixed = {}, []
-    for place, task in enumerate(tasks):
-        after = {*task.after, *last.get(task.stream, ())}
-        fixed.append(Task(task.name, task.stream, task.seconds, tuple(after)))
-        last[task.stream] = (place,)
-    one = data.draw(st.sampled_from(range(len(tasks))))
-    old = fixed[one]
-    longer = [*fixed]
-    longer[one] = Task(old.name, old.stream, old.seconds + UNIT, old.after)
-    assert simulate(longer).seconds >= simulate(fixed).seconds
 
 
 def test_a_shorter_task_may_end_it_later_where_they_are_not():
@@ -248,14 +148,6 @@ def test_a_shorter_task_may_end_it_later_where_they_are_not():
 
     assert ends(3) == 13
     assert ends(1) == 22
-
-
-def test_two_collectives_on_one_link_never_count_as_parallel():
-    two = [Task("all-to-all", "net", 3), Task("all-reduce", "net", 5)]
-    for policy in ("fifo", "priority", "shared"):
-        assert simulate(two, {"net": policy}).seconds == 8
-    apart = [Task("all-to-all", "slow", 3), Task("all-gather", "fast", 5)]
-    assert simulate(apart).seconds == 5
 
 
 def test_what_runs_is_never_interrupted_by_higher_priority():
@@ -280,16 +172,6 @@ def test_communication_slows_compute_by_what_it_occupies():
     assert ends(0.75, 0.75).seconds == 10  # never slower than standing still
 
 
-def test_tasks_of_no_time_end_before_others_start_at_the_same_instant():
-    tasks = [
-        Task("start", "join", 0),
-        Task("first", "net", 3, (0,)),
-        Task("second", "net", 5),
-    ]
-    assert simulate(tasks).start_s == (0, 0, 3)
-    assert simulate([]).seconds == 0
-
-
 @pytest.mark.parametrize(
     ("task", "said"),
     [
@@ -297,7 +179,6 @@ def test_tasks_of_no_time_end_before_others_start_at_the_same_instant():
         (Task("late", "net", 1, (-1,)), "not all earlier"),
         (Task("endless", "net", float("inf")), "not finite"),
         (Task("nothing", "net", float("nan")), "not finite"),
-        (Task("before", "net", -1), "not finite"),
         (Task("greedy", "net", 1, (), 0, 1.5), "occupies"),
         (Task("both", "compute", 1, (), 0, 0.5), "occupies"),
     ],

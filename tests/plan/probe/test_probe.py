@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
-from moejax.comm import wire
 from moejax.plan import __main__ as plan
 from moejax.plan.cluster.file import from_json, load_topology, read_topology, to_text
 from moejax.plan.cluster.topology import KINDS, Link, Tier
@@ -264,16 +262,6 @@ def test_a_timed_loop_holds_the_collective_that_it_times():
         text = loop(operate, start, build_probe_mesh(devices)).lower(1).compile().as_text()
         assert kind.replace("_", "-") in text
         assert " while(" in text
-
-
-def test_permute_moves_along_an_axis():
-    mesh = build_probe_mesh(np.array(jax.devices()[:4]).reshape(2, 2))
-
-    def move(x):
-        return wire.ppermute(x, ("nodes",), [(0, 1)])
-
-    moved = jax.shard_map(move, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
-    assert moved(np.arange(1.0, 5.0)).tolist() == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

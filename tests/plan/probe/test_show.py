@@ -1,9 +1,6 @@
-"""What a probe shows."""
-
 from dataclasses import replace
 
 from moejax.plan.cluster.topology import Link, same_links
-from moejax.plan.probe.measure import expected_text
 from moejax.plan.probe.show import unsteady
 from tests.plan.clusters import cluster
 
@@ -15,9 +12,3 @@ def test_a_fit_that_is_far_off_is_doubted_in_one_line():
     links = same_links(Link(1e-4, 1e9)) | {"all_reduce": Link(1e-4, 1e9, error=0.56)}
     (line,) = unsteady(replace(topology, tiers=(replace(host, links=links), network)))
     assert "fit error above 25%: all_reduce over host 56%." in line
-    assert "another program" in line
-
-
-def test_a_probe_says_how_long_it_takes_and_what_disturbs_it():
-    assert "one to three minutes" in expected_text(quick=True)
-    assert "another program" in expected_text(quick=False)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 import zlib
 from io import StringIO
 from types import SimpleNamespace
@@ -13,24 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moejax.config.checks.planned import pinned
-from moejax.config.schema import PlanConfig
-from moejax.errors import InputError
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.report.tables import print_ranked
 from moejax.plan.search import search as searching
 from moejax.plan.search.budget import CAP_SECONDS, TRACES, Budget, default_budget
 from moejax.plan.search.estimate import Estimate
-from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
-from moejax.plan.search.space import Limits
-from tests.cases import small_config
-from tests.plan.clusters import cluster
-
-
-def model():
-    shapes = {"vocab_size": 264, "mlp_hidden": 384}
-    cfg = small_config(model=shapes, train={"batch_sequences": 32})
-    return dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
+from moejax.plan.search.file import load_plan, plan_from, save_plan
+from tests.plan.clusters import cluster, limits_of, to_plan
 
 
 @dataclasses.dataclass
@@ -53,8 +41,8 @@ def look(times, traces=12, cap=120.0):
         rough = 1 + zlib.crc32(repr(cfg).encode()) / 2**32  # what an estimate does not see
         return Estimated(cfg, rough * estimate.seconds(), peak)
 
-    cfg, there = model(), cluster(slow=1e6)
-    how = Limits(there.devices, there.nodes, "cpu", "hybrid", pinned(cfg))
+    cfg, there = to_plan(), cluster(slow=1e6)
+    how = limits_of(cfg, there, codecs="hybrid")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moejax.plan.search.search.trace_config", lambda cfg, *_: cfg)
         patch.setattr("moejax.plan.search.search.price", price)
@@ -120,18 +108,6 @@ def test_a_time_cap_is_told_of_the_whole_search_in_whole_seconds():
     assert rest.spent
     said = "the time cap of 300 s ended the search after 12 of 20 traces, so"
     assert rest.cut_text().startswith(said)
-
-
-def test_a_file_from_before_time_caps_were_told_is_read(tmp_path):
-    path = tmp_path / "plan.json"
-    save_plan(Plan("test", 8, 2, "balanced", {"mesh.expert": 8}, {"seconds": 1.0}), path)
-    data = json.loads(path.read_text())
-    assert data.pop("cut") is None
-    path.write_text(json.dumps(data))
-    assert load_plan(path).cut is None
-    path.write_text(json.dumps(data | {"cut": 3}))
-    with pytest.raises(InputError, match=r"cut = 3\. It must be a text or null"):
-        load_plan(path)
 
 
 @pytest.mark.parametrize(

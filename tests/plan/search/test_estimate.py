@@ -1,28 +1,23 @@
 """Estimates against prices: an estimate chooses what is traced."""
 
-import dataclasses
-
 import pytest
 
 from moejax.config.checks.size import attention_parameters
 from moejax.config.fields import change
-from moejax.config.schema import PlanConfig
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.space import Limits
 from tests.cases import small_config
-from tests.plan.clusters import cluster
+from tests.plan.clusters import cluster, to_plan
 
 
 def costs(hidden, batch, meshes):
     """(priced seconds, estimated seconds, mesh) where the network is slow."""
     # With a capacity a step has one branch, and is traced in half the time.
     experts = {"capacity_factor": 1.25, "expert_hidden": hidden, "num_experts": 16}
-    shapes = {"vocab_size": 264, "mlp_hidden": 384}
-    cfg = small_config(model=shapes, moe=experts, train={"batch_sequences": batch})
-    cfg = dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
+    cfg = to_plan(batch, moe=experts)
     there = cluster(slow=1e5, startup=1e-6)
     found = []
     for sizes in meshes:

@@ -36,6 +36,7 @@ def test_what_is_no_plan_is_refused(tmp_path, content, said):
         ({"devices": "8"}, "devices = '8'"),
         ({"nodes": 0}, "nodes = 0"),
         ({"topology": 3}, "topology = 3"),
+        ({"cut": 3}, r"cut = 3\. It must be a text or null"),
         ({"platform": "abacus"}, "platform = 'abacus'"),
         ({"device_memory_bytes": 1.5}, r"device_memory_bytes = 1\.5"),
         ({"predicted": {}}, "predicted.seconds = None"),
@@ -50,6 +51,14 @@ def test_a_plan_that_no_search_wrote_is_refused(tmp_path, changes, said):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(InputError, match=said):
         load_plan(path)
+
+
+def test_a_file_of_before_has_no_cut_no_platform_and_no_memory(tmp_path):
+    path, later = tmp_path / "plan.json", ("cut", "platform", "device_memory_bytes")
+    save_plan(Plan("test", 8, 2, "balanced", {"mesh.expert": 8}, {"seconds": 1.0}), path)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({name: data[name] for name in data if name not in later}))
+    assert [getattr(load_plan(path), name) for name in later] == [None, None, None]
 
 
 def test_a_plan_whose_runner_up_is_no_longer_possible_is_read_without_it(tmp_path):

@@ -4,32 +4,22 @@ import dataclasses
 
 import pytest
 
-from moejax.config.checks.planned import pinned
 from moejax.config.fields import change, get_value
-from moejax.config.schema import PlanConfig
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.terms import terms
 from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.search import search
-from moejax.plan.search.space import Limits
-from tests.cases import small_config
-from tests.plan.clusters import cluster
+from tests.plan.clusters import cluster, limits_of, to_plan
 
 LOAD = read_expert_load("balanced", 8)
 
 
-def model(hidden=32, length=16, **changes):
-    shapes = {"vocab_size": 264, "mlp_hidden": 384, "num_layers": 4, **changes}
+def model(hidden=32, length=16):
     experts = {"capacity_factor": 1.25, "num_experts": 8, "expert_hidden": hidden}
-    cfg = small_config(model=shapes, moe=experts, train={"batch_sequences": 64})
-    cfg = change(cfg, {"data.sequence_length": length})
-    return dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
-
-
-def limits_of(cfg, topology):
-    return Limits(topology.devices, topology.nodes, "cpu", pinned=pinned(cfg))
+    cfg = to_plan(64, model={"num_layers": 4}, moe=experts)
+    return change(cfg, {"data.sequence_length": length})
 
 
 def priced(cfg, topology, **values):

@@ -74,21 +74,6 @@ def test_turns_that_are_unrolled_may_be_under_way_together():
     assert inside == {1: 2 * KIB, 2: 4 * KIB, 4: 8 * KIB}
 
 
-def test_recomputation_saves_memory():
-    def loss(x, w, policy):
-        def turn(x, _):
-            return jnp.tanh(jnp.sin(x @ w) @ w), None
-
-        turn = jax.checkpoint(turn) if policy else turn
-        return jnp.sum(jax.lax.scan(turn, x, None, length=10)[0])
-
-    kept, again = (
-        measure(jax.grad(lambda x, w, p=p: loss(x, w, p), argnums=1), (16, 16), (16, 16))
-        for p in (False, True)
-    )
-    assert again.temporary < 0.6 * kept.temporary
-
-
 def test_the_scopes_add_up_to_the_peak():
     def function(x, w):
         with jax.named_scope("first"):
