@@ -31,6 +31,12 @@ def tokens_in(settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def ids_in(value: Any) -> list[int]:
+    """Returns the ids of a configuration's entry: one, several, or none."""
+    values = value if isinstance(value, list) else [value]
+    return [value for value in values if type(value) is int]
+
+
 def read_settings(file: Path) -> dict[str, Any]:
     """Returns the JSON object of a tokenizer's settings; an empty one if the file does not exist.
 

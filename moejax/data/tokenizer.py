@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,30 +24,14 @@ class Ends(NamedTuple):
     bos_id: int | None  # begins it; None: the eos of the document before does
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The tokenizer interface."""
-
-    vocab_size: int
-    eos_id: int
-    bos_id: int | None  # begins a document; None: eos does
-    cuts: bool  # whether long texts are encoded in parts, so that memory does not grow
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens."""
-        ...
-
-    def encode_pieces(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text in pieces, equal to `encode` of the whole text."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids, without the tokens around documents."""
-        ...
-
-
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes of UTF-8; 256 ends a document."""
+    """Ids 0 to 255 are bytes of UTF-8; 256 ends a document.
+
+    Attributes:
+      eos_id: the token that ends a document.
+      bos_id: the token that begins a document; None: eos does.
+      cuts: whether long texts are encoded in parts, so that memory does not grow.
+    """
 
     vocab_size = 257
     eos_id = 256
@@ -69,7 +53,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, through the `tokenizers` library; runs no code of the file's author."""
+    """A `tokenizer.json`, through the `tokenizers` library; runs no code of the file's author.
+
+    Its attributes are those of `ByteTokenizer`.
+    """
 
     def __init__(self, path: Path, eos: str | None = None, ends: Ends | None = None):
         """Opens a file.
@@ -124,9 +111,12 @@ class FileTokenizer:
         return self._tokenizer.decode([i for i in ids if i not in (self.eos_id, self.bos_id)])
 
 
-def begin_of_document(tokenizer: Tokenizer) -> int:
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def begin_of_document(ends: Tokenizer | Ends) -> int:
     """Returns the token that every document begins with."""
-    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    return ends.eos_id if ends.bos_id is None else ends.bos_id
 
 
 def load_library(path: Path) -> Any:
