@@ -19,7 +19,7 @@ from moejax.data.tokenizer import Tokenizer
 from moejax.errors import InputError, exit_code
 from moejax.evaluate.checkpoint import Chosen, choose, on_all_devices, read_weights
 from moejax.evaluate.documents import DocumentScore, scores, sum_documents
-from moejax.evaluate.held_out import HeldOut, Wanted, open_held_out
+from moejax.evaluate.held_out import HeldOut, open_held_out
 from moejax.evaluate.report import Result, print_json, print_tables
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
@@ -103,8 +103,8 @@ def _run(args: argparse.Namespace, overrides: list[str], processes: Processes) -
     chosen = choose(args.run, args.step, overrides, processes)
     check_simulated_devices(chosen.cfg)
     check_same_config(chosen.cfg, processes)
-    wanted = Wanted(args.data, args.text_field, args.tokenizer, args.eos)
-    with open_held_out(wanted, chosen) as held_out:
+    flags = {name: getattr(args, name) for name in ("text_field", "tokenizer", "eos")}
+    with open_held_out(args.data, chosen, **flags) as held_out:
         for note in (*chosen.notes, *held_out.notes):
             console.print(note, highlight=False, soft_wrap=True)
         result = _evaluate(chosen, held_out, args.by_document, processes, console)

@@ -25,7 +25,7 @@ from moejax.data.prepare.documents import AnyDocument, Skipped, read_documents
 from moejax.data.prepare.flags import SUFFIXES, parser
 from moejax.data.prepare.inputs import STDIN, InputFiles, find_inputs, kind_of
 from moejax.data.prepare.split import Split
-from moejax.data.prepare.writers import ArrayRecordWriter, BinWriter, Writer
+from moejax.data.prepare.writers import ArrayRecordWriter, BinWriter
 from moejax.data.sidecar import is_plain_name, sidecar_of
 from moejax.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import open_files, verify
@@ -97,7 +97,7 @@ def _write_splits(
     """
     chat = ChatReader(args) if args.chat else None
     skipped = Skipped(takes_bad=args.skip_bad)
-    writers: dict[str, Writer] = {}
+    writers: dict[str, BinWriter] = {}
     try:
         for side in ("train", "eval") if split.share else ("train",):
             writers[side] = _open_writer(args, side, tokenizer, chat)
@@ -132,7 +132,7 @@ def _write_splits(
     return notes + skipped.notes() + (chat.notes() if chat else [])
 
 
-def _summary(split: str, writer: Writer, chat: bool) -> str:
+def _summary(split: str, writer: BinWriter, chat: bool) -> str:
     learned = f" ({writer.num_targets:,} learned)" if chat else ""
     return (
         f"{split}: {writer.path}  {writer.num_documents:,} documents, "
@@ -142,7 +142,7 @@ def _summary(split: str, writer: Writer, chat: bool) -> str:
 
 def _open_writer(
     args: argparse.Namespace, split: str, tokenizer: Tokenizer, chat: ChatReader | None
-) -> Writer:
+) -> BinWriter:
     """Opens the output of one split."""
     form = None if chat is None else chat.form
     path = Path(f"{args.out}.{split}{SUFFIXES[args.format]}")
@@ -230,7 +230,7 @@ def _write_documents(
     documents: Iterator[AnyDocument | MarkedDocument],
     split: Split,
     tokenizer: Tokenizer,
-    writers: dict[str, Writer],
+    writers: dict[str, BinWriter],
     console: Console,
 ) -> None:
     """Streams every document to its side, with progress on a terminal."""
@@ -266,7 +266,7 @@ class _ShareMissedError(Exception):
         self.nearer = nearer
 
 
-def _check_splits(writers: dict[str, Writer], num_files: int, left_out: str) -> None:
+def _check_splits(writers: dict[str, BinWriter], num_files: int, left_out: str) -> None:
     """Refuses a side without documents."""
     total = sum(writer.num_documents for writer in writers.values())
     for split, writer in writers.items():
