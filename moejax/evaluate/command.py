@@ -61,28 +61,23 @@ def parser() -> argparse.ArgumentParser:
         description="Scores held-out text: nats per token, perplexity, bits per byte.",
         epilog=EPILOG,
     )
-    command.add_argument(
-        "--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint"
-    )
-    command.add_argument(
-        "--step", type=int, metavar="N", help="its checkpoint of step N (default: the newest)"
-    )
-    command.add_argument(
+    add = command.add_argument
+    add("--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint")
+    add("--step", type=int, metavar="N", help="its checkpoint of step N (default: the newest)")
+    add(
         "--data",
         nargs="+",
         default=[],
         metavar="FILE",
         help="token files, or texts: .jsonl, .parquet, else one document",
     )
-    command.add_argument("--text-field", metavar="NAME", help="field of the text (default: text)")
-    command.add_argument("--tokenizer", metavar="FILE", help="for texts (default: the model's)")
-    command.add_argument("--eos", metavar="TOKEN", help="ends a document; with --tokenizer")
-    command.add_argument("--by-document", action="store_true", help="score each document too")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.add_argument(
-        "--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run"
-    )
-    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    add("--text-field", metavar="NAME", help="field of the text (default: text)")
+    add("--tokenizer", metavar="FILE", help="for texts (default: the model's)")
+    add("--eos", metavar="TOKEN", help="ends a document; with --tokenizer")
+    add("--by-document", action="store_true", help="score each document too")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run")
+    add("--debug", action="store_true", help="show tracebacks of bad input")
     return command
 
 
