@@ -253,17 +253,6 @@ def test_the_module_runs_as_a_command_without_jax(tmp_path):
     assert (tmp_path / "x.train.bin").exists()
 
 
-def test_replacing_removes_held_out_files_of_the_earlier_run(tmp_path):
-    files = _inputs(tmp_path, "jsonl", TEXTS)
-    command = (*files, "--out", tmp_path / "x")
-    assert _run(*command, "--eval-fraction", "0.3", "--format", "array_record") == 0
-    assert _run(*command, "--eval-fraction", "0") == 2
-    assert _run(*command, "--eval-fraction", "0", "--overwrite") == 0
-    # Otherwise text that is trained on now would still pass for held out.
-    names = sorted(path.name for path in tmp_path.glob("x.*"))
-    assert names == ["x.train.bin", "x.train.bin.json"]
-
-
 def test_a_folder_that_cannot_be_written_is_told_with_the_flag(tmp_path, capsys):
     assert _run(*_inputs(tmp_path, "jsonl", TEXTS), "--out", "/proc/x") == 2
     error = capsys.readouterr().err
