@@ -68,6 +68,13 @@ def _open(out, format, splits=("train", "eval")):
     return open_sources(data, model_vocab=1000)
 
 
+def texts_of(out, split="train", format="bin"):
+    """The documents of a split of bytes, as text."""
+    found = _open(out, format, ("train",) if split == "train" else ("train", "eval"))
+    source = found.train if split == "train" else found.held_out
+    return [bytes(document).decode() for document in _documents(source, 256)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_document_comes_back_from_one_of_the_two_splits(tmp_path, kind, format):
@@ -75,10 +82,7 @@ def test_every_document_comes_back_from_one_of_the_two_splits(tmp_path, kind, fo
     out = tmp_path / "out" / "name"
     assert _run(*files, "--out", out, "--format", format, "--eval-fraction", "0.3") == 0
     found = _open(out, format)
-    train, held_out = (
-        [bytes(document).decode() for document in _documents(source, 256)]
-        for source in (found.train, found.held_out)
-    )
+    train, held_out = (texts_of(out, split, format) for split in ("train", "eval"))
     assert train
     assert held_out
     # The order of the input is kept in both.
@@ -289,11 +293,7 @@ def _sides(folder, texts, *fraction):
     """The texts that are held out and those that are learned."""
     out = folder / "x"
     assert _run(*_inputs(folder, "jsonl", texts), "--out", out, "--overwrite", *fraction) == 0
-    found = _open(out, "bin")
-    return tuple(
-        sorted(bytes(document).decode() for document in _documents(source, 256))
-        for source in (found.held_out, found.train)
-    )
+    return tuple(sorted(texts_of(out, split)) for split in ("eval", "train"))
 
 
 def test_of_few_documents_one_is_held_out(tmp_path, capsys):
