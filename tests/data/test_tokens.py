@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moejax.data import tokens
 from moejax.data.prepare import writers
+from moejax.data.prepare.documents import Document
 from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
 from tests.data.token_files import EOS, FORMATS, BegunTokenizer, change, read, write_text
@@ -99,11 +100,11 @@ def test_tokens_around_documents_are_refused_inside_of_one(tmp_path, format, nam
             for piece in pieces:
                 yield np.array([3, 256 if name == "eos" else 257, 3][: len(piece)])
 
-    with pytest.raises(InputError, match=rf"{name} stands in a document. a holds token 25[67]"):
-        write_text(tmp_path, "xx", format=format, tokenizer=Wrong())
-    writer = FORMATS[format](tmp_path / "b", Wrong(), "bytes")
+    writer = FORMATS[format](tmp_path / "a", Wrong(), "bytes")
+    with pytest.raises(InputError, match=rf"{name} stands in a document. here holds token 25[67]"):
+        writer.add(Document("xx", "here"), Wrong())
     writer.abandon()
-    assert not list(tmp_path.glob("b*"))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("format", FORMATS)
