@@ -17,7 +17,7 @@ from moejax.evaluate.command import main
 from moejax.train.evaluation import evaluate
 from moejax.train.start import base_of
 from tests.cases import CERTAIN, small_config, step_for
-from tests.data.test_marks import write_text
+from tests.data.token_files import write_text
 from tests.train.running import build_run
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
@@ -28,7 +28,7 @@ NO_DATA = {"train": [], "held_out": []}
 def place(tmp_path_factory):
     """A folder with a base and a run of adapters on it, and what the run says of held-out text."""
     folder = tmp_path_factory.mktemp("adapters")
-    train, held_out = (str(write_text(folder, name * 9, name)) for name in ("train", "eval"))
+    train, held_out = (str(write_text(folder, name * 9, name=name)) for name in ("train", "eval"))
     cfg = small_config((1, 2, 2, 2), model={"vocab_size": 264, "mlp_hidden": 384}, moe=CERTAIN)
     data = DataConfig("tokens", (train,), (held_out,), sequence_length=16)
     cfg = dataclasses.replace(cfg, data=data)

@@ -20,7 +20,7 @@ from moejax.evaluate import command
 from moejax.evaluate.command import main
 from moejax.train.evaluation import evaluate
 from tests.cases import CERTAIN, small_config, step_for
-from tests.data.test_marks import write, write_text
+from tests.data.token_files import write_marked, write_text
 from tests.train.running import build_run
 
 TEXTS = ["first document " * 9, "second one, longer " * 12, "caf\u00e9 " * 5]
@@ -35,9 +35,9 @@ def annotations(unchecked_annotations):
 def place(tmp_path_factory):
     """A run's directory with one checkpoint, held-out files, and what the run says of them."""
     folder = tmp_path_factory.mktemp("run")
-    held_out = str(write_text(folder, TEXTS[0], "eval"))
-    chat = str(write(folder, "bin", [(b"question", b"answer"), (b"q", b"a" * 40)], name="chat"))
-    train = str(write_text(folder, "trained", "train"))
+    held_out = str(write_text(folder, TEXTS[0], name="eval"))
+    chat = str(write_marked(folder, [(b"question", b"answer"), (b"q", b"a" * 40)], name="chat"))
+    train = str(write_text(folder, "trained", name="train"))
     cfg = small_config((2, 1, 2, 2), model={"vocab_size": 264, "mlp_hidden": 384}, moe=CERTAIN)
     data = DataConfig("tokens", (train,), (held_out, chat), sequence_length=16)
     cfg = dataclasses.replace(cfg, data=data)
