@@ -14,8 +14,7 @@ from moejax.checkpoint import arrays as stored
 from moejax.checkpoint.arrays import PIECE_BYTES, NewArray, PieceWriter, StoredWeights
 from moejax.checkpoint.manifest import digest_of_pieces, read_manifest, weights_digest
 from moejax.config.load import load_config
-from moejax.convert.importing import new_arrays
-from moejax.convert.pieces import write_pieces
+from moejax.convert.importing import new_arrays, write_pieces
 from moejax.hf import in_flight
 from moejax.runtime.processes import ALONE
 from tests.convert.test_command import assert_same_tensors, tensors_of
@@ -52,12 +51,7 @@ def test_pieces_hold_each_number_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("mixtral", "even, llama3 positions"),
-        ("deepseek_v3", "even, groups, yarn"),
-        ("gpt_oss", "even"),
-    ],
+    ("family", "name"), [("deepseek_v3", "even, groups, yarn"), ("gpt_oss", "even")]
 )
 def test_small_pieces_in_many_files_are_the_same_weights(
     command, model, tmp_path, monkeypatch, family, name
@@ -129,12 +123,6 @@ def test_the_digest_is_that_of_the_numbers_in_the_checkpoint(command, model, tmp
     assert digest_of_pieces(reversed(sums)) == digest_of_pieces(sums)
 
 
-def test_checkpoints_without_a_digest_of_numbers_have_that_of_their_files():
-    manifest = {"files": {"weights/d/1": {"bytes": 1, "sha256": "a"}}}
-    other = {"files": {"weights/d/2": {"bytes": 1, "sha256": "a"}}}
-    assert weights_digest(manifest) != weights_digest(other)
-
-
 def test_a_full_disk_is_one_line_and_leaves_nothing(command, model, tmp_path, monkeypatch):
     def full(*_):
         raise ValueError(f"RESOURCE_EXHAUSTED: {os.strerror(errno.ENOSPC)}")
@@ -147,9 +135,3 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(command, model, tmp_path, mo
     assert len([line for line in lines if "no space left for the checkpoint" in line]) == 1
     assert not (tmp_path / "imported").exists()
     assert not (tmp_path / "imported.partial").exists()
-
-
-def test_stores_are_not_left(command, model, tmp_path):
-    assert command("import", model(), "--out", "imported")[0] == 0
-    names = sorted(path.name for path in (tmp_path / "imported").iterdir())
-    assert names == ["0", "config.json", "hf"]
