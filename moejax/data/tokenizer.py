@@ -151,26 +151,6 @@ def load_library(path: Path) -> Any:
     return library
 
 
-def tokenizer_beside(token_file: Path, name: str, *, ends: Ends, sha256: str | None) -> Tokenizer:
-    """Opens the tokenizer that a token file's sidecar names, from the same folder.
-
-    Args:
-      ends: the tokens around the file's documents.
-    Raises:
-      InputError: if it is missing, or differs from the one that made the tokens.
-    """
-    if name == BYTES:
-        return ByteTokenizer()
-    path = token_file.parent / Path(name).name
-    if sha256 is not None and path.is_file() and digest(path) != sha256:
-        raise InputError(
-            f"tokenizer was changed. {path} has sha256 {digest(path)[:16]}, the sidecar of "
-            f"{token_file} says {sha256[:16]}. It must be the one that made the tokens. Copy it "
-            f"again, or prepare the text again."
-        )
-    return FileTokenizer(path, ends=ends)
-
-
 def digest(path: Path) -> str:
     """Returns the sha256 of a file."""
     with path.open("rb") as opened:

@@ -20,7 +20,7 @@ from moejax.errors import InputError, exit_code
 from moejax.evaluate.checkpoint import Chosen, choose, on_all_devices, read_weights
 from moejax.evaluate.documents import DocumentScore, scores, sum_documents
 from moejax.evaluate.held_out import HeldOut, open_held_out
-from moejax.evaluate.report import Result, print_json, print_tables
+from moejax.evaluate.report import Result, print_tables
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import Processes
@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace, overrides: list[str], processes: Processes) -
             console.print(note, highlight=False, soft_wrap=True)
         result = _evaluate(chosen, held_out, args.by_document, processes, console)
     if processes.first and args.json:
-        print_json(result)
+        print(result.to_json())
     elif processes.first:
         print_tables(result, screen())
 

@@ -149,6 +149,9 @@ def test_a_run_keeps_what_says_how_its_text_became_tokens(tmp_path):
     wanted = FileTokenizer(model)
     found = described.open_tokenizer()
     assert (found.eos_id, found.bos_id) == (wanted.eos_id, wanted.bos_id)
+    described.tokenizer_file.write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer was changed\. .*tokenizer\.json has sha256"):
+        described.open_tokenizer()
     # A later start on other data keeps those; bytes have no file.
     assert prepare.main(command) == 0
     keep_tokenizer(data, run)

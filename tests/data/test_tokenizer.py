@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.data.tokenizer import ByteTokenizer, Ends, FileTokenizer, digest, tokenizer_beside
+from moejax.data.tokenizer import ByteTokenizer, FileTokenizer
 from moejax.errors import InputError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -81,17 +81,6 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
         FileTokenizer(tmp_path / "t.json")
     with pytest.raises(InputError, match=r"other\.json does not exist"):
         FileTokenizer(tmp_path / "other.json")
-
-
-def test_the_copy_beside_a_token_file_is_found(path):
-    beside = path.parent / "a.train.bin"
-    found = tokenizer_beside(beside, path.name, ends=Ends(1, None), sha256=digest(path))
-    assert isinstance(found, FileTokenizer)
-    assert found.eos_id == 1
-    found = tokenizer_beside(beside, "bytes", ends=Ends(256, None), sha256=None)
-    assert isinstance(found, ByteTokenizer)
-    with pytest.raises(InputError, match="changed"):
-        tokenizer_beside(beside, path.name, ends=Ends(1, None), sha256="0" * 64)
 
 
 def test_truncation_and_padding_of_the_file_are_not_used(tmp_path):

@@ -31,10 +31,7 @@ class Document:
 
     def digest(self) -> str:
         """Returns the sha256 of the text as UTF-8."""
-        result = hashlib.sha256()
-        for piece in self.pieces():
-            result.update(piece.encode("utf-8"))
-        return result.hexdigest()
+        return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
 
     def pieces(self) -> Iterator[str]:
         """The text, in parts."""
