@@ -200,12 +200,3 @@ def test_a_family_that_cannot_hold_a_model_is_told_in_whole_sentences():
             exporting.choose_family(cfg, {}, family)
         assert "Both must be numbers above 0" in str(raised.value)
         assert ".." not in str(raised.value)
-
-
-def test_a_pattern_of_blocks_that_trains_is_exported():
-    """Experts at 3 and 5 were refused as a pattern that moejax has not."""
-    case = cases_of("qwen3_moe")["even, window, tied"]["config"]
-    cfg = from_settings(family_named("qwen3_moe").read(case))
-    own = {"model.num_layers": 6, "model.first_dense_layers": 2, "model.moe_every": 2}
-    _, config = exporting.choose_family(change(cfg, own), {}, "qwen3_moe")
-    assert (config["decoder_sparse_step"], config["mlp_only_layers"]) == (1, [0, 1, 2, 4])

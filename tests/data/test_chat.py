@@ -185,24 +185,16 @@ def test_arguments_of_calls_are_learned_as_they_were_given(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
 
-    def row(arguments):
-        properties = {name: {"type": "string"} for name in arguments}
+    def row(names, arguments):
+        parameters = {"properties": {name: {"type": "string"} for name in names}}
         calls = [{"function": {"name": "f", "arguments": arguments}}]
-        return {
-            "tools": [{"function": {"name": "f", "parameters": {"properties": properties}}}],
-            "messages": [
-                {"role": "user", "content": "Go"},
-                {"role": "assistant", "content": "", "tool_calls": calls},
-                {"role": "assistant", "content": "Ok."},
-            ],
-        }
+        said = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "Ok."}]
+        said.insert(1, {"role": "assistant", "content": "", "tool_calls": calls})
+        return {"tools": [{"function": {"name": "f", "parameters": parameters}}], "messages": said}
 
     given = [{"city": "Ulm"}, {"a": "1", "b": "2"}]
-    objects = [row(one) for one in given]
-    texts = [row(one) for one in given]
-    for one in texts:
-        function = one["messages"][1]["tool_calls"][0]["function"]
-        function["arguments"] = json.dumps(function["arguments"], separators=(",", ":"))
+    objects = [row(one, one) for one in given]
+    texts = [row(one, json.dumps(one, separators=(",", ":"))) for one in given]
     parquet.write_table(pyarrow.Table.from_pylist(objects), tmp_path / "a.parquet")
     assert parquet.read_table(tmp_path / "a.parquet").to_pylist() != objects  # it has nulls
     (tmp_path / "t.jinja").write_text(
@@ -211,20 +203,13 @@ def test_arguments_of_calls_are_learned_as_they_were_given(tmp_path):
         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
     found = []
-    for number, file in enumerate(
-        (
-            tmp_path / "a.parquet",
-            write_rows(tmp_path, objects, "objects.jsonl"),
-            write_rows(tmp_path, texts, "texts.jsonl"),
-        )
-    ):
+    for name, some in (("a.parquet", None), ("objects.jsonl", objects), ("texts.jsonl", texts)):
+        file = tmp_path / name if some is None else write_rows(tmp_path, some, name)
         options = ("--chat", "--chat-template", tmp_path / "t.jinja", "--eval-fraction", "0")
-        assert run(file, *options, "--out", tmp_path / f"x{number}") == 0
-        found.append(conversations(tmp_path / f"x{number}.train.bin"))
-    learned = ['{"city": "Ulm"}Ok.', '{"a": "1", "b": "2"}Ok.']
-    for one in found:
-        assert [targets for _, targets in one] == learned
-        assert not any("null" in text for text, _ in one)
+        assert run(file, *options, "--out", tmp_path / file.stem) == 0
+        found.append(conversations(tmp_path / f"{file.stem}.train.bin"))
+    assert [targets for _, targets in found[0]] == [f"{json.dumps(one)}Ok." for one in given]
+    assert not any("null" in text for text, _ in found[0])
     assert found[0] == found[1] == found[2]
 
 

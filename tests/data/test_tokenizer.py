@@ -94,13 +94,6 @@ def test_truncation_and_padding_of_the_file_are_not_used(tmp_path):
     assert len(tokenizer.encode("a")) == 1
 
 
-def test_text_that_spells_eos_stays_text(path):
-    tokenizer = FileTokenizer(path)
-    ids = tokenizer.encode("a<|endoftext|>b")
-    assert tokenizer.eos_id not in ids
-    assert tokenizer.decode(ids) == "a<|endoftext|>b"
-
-
 def test_a_vocabulary_with_holes_counts_its_highest_id(tmp_path):
     model = tokenizers.models.WordLevel({"<eos>": 0, "word": 900}, unk_token="<eos>")
     made = tokenizers.Tokenizer(model)

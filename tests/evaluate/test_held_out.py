@@ -131,14 +131,9 @@ def test_a_token_file_from_before_there_was_a_begin_token_is_told(tmp_path):
     trained = model._replace(saved=Saved(3, tmp_path / "out/checkpoints/3", {}))
     with open_held_out([], trained) as found:
         assert found.notes == [], "the run was trained on such files"
-
-
-def test_weights_whose_texts_begin_with_eos_have_token_files_that_do(tmp_path):
-    model, _, path = imported(tmp_path)
     path.with_name("tokenizer_config.json").unlink()
-    assert FileTokenizer(path).bos_id is None
-    with open_held_out([prepared(tmp_path, path)], model) as found:
-        assert found.notes == []
+    with open_held_out([tokens], model) as found:
+        assert found.notes == [], "its texts begin with eos too"
 
 
 def test_token_files_must_be_of_the_models_tokenizer(tmp_path):

@@ -227,11 +227,7 @@ def read_documents(
 
 
 def _text_of(value: Any, text_field: str, source: str) -> str:
-    """Returns the text of a row.
-
-    Raises:
-      BadRowError: if it has none, or no string there.
-    """
+    """Returns the text of a row."""
     if isinstance(value, dict) and text_field in value:
         text = value[text_field]
         if not isinstance(text, str):
