@@ -8,20 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.checkpoint.compatible import describe_run
 from moejax.checkpoint.find import locate
-from moejax.checkpoint.writer import Checkpoints
 from moejax.config.schema import CheckpointConfig, DataConfig, LoraConfig
-from moejax.data.tokens import open_files
 from moejax.evaluate.command import main
-from moejax.train.evaluation import evaluate
 from moejax.train.start import base_of
 from tests.cases import CERTAIN, small_config, step_for
 from tests.data.token_files import write_text
-from tests.train.running import build_run
+from tests.evaluate.runs import event_of, save
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
-NO_DATA = {"train": [], "held_out": []}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,7 @@ def place(tmp_path_factory):
     cfg = dataclasses.replace(cfg, data=data)
     whole = step_for(cfg)
     state = whole.init()
-    save(folder / "base", state, describe_run(whole, NO_DATA))
+    save(folder / "base", whole, state)
     lora, source = LoraConfig(rank=2), CheckpointConfig(init_from=str(folder / "base"))
     cfg = dataclasses.replace(cfg, lora=lora, checkpoint=source)
     train_step = step_for(cfg)
@@ -42,19 +37,8 @@ def place(tmp_path_factory):
     moved = jax.tree.map(lambda x: x + 0.1, state.params)
     state = state._replace(params=moved)
     base = base_of(cfg, locate(str(folder / "base"), "size"))
-    save(folder / "run", state, describe_run(train_step, NO_DATA, base))
-    source = open_files([held_out], "bin", model_vocab=264)
-    run, _ = build_run(cfg, folder / "run", held_out=source)
-    evaluate(run, state, 0, limit=None)
-    run.records.close()
-    (event,) = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    return folder, event
-
-
-def save(folder, state, facts):
-    writer = Checkpoints(folder / "checkpoints", keep=1)
-    writer.save(0, state, facts)
-    writer.close()
+    save(folder / "run", train_step, state, base)
+    return folder, event_of(cfg, state, folder / "run")
 
 
 def scored(capsys, *words):

@@ -88,7 +88,7 @@ def test_what_an_evaluation_reads_may_be_set(tmp_path):
     cfg = dataclasses.replace(small_config(model=CHECKED), data=data, plan=PlanConfig(mode="hand"))
     write_step(tmp_path, 3, cfg)
     given = {
-        "data.eval_files": ("other.bin",),
+        "data.eval_files": ("b.bin",),
         "data.sequence_length": 8,
         "data.isolate_documents": False,
         "train.batch_sequences": 16,
@@ -98,9 +98,7 @@ def test_what_an_evaluation_reads_may_be_set(tmp_path):
     }
     usual = choose(str(tmp_path), None, [], ALONE).cfg
     assert all(get_value(usual, name) != value for name, value in given.items())
-    texts = [
-        f"{name}={'other.bin' if name == 'data.eval_files' else x}" for name, x in given.items()
-    ]
+    texts = [f"{name}={value}" for name, value in {**given, "data.eval_files": "b.bin"}.items()]
     found = choose(str(tmp_path), None, texts, ALONE).cfg
     assert {name: get_value(found, name) for name in given} == given
 
