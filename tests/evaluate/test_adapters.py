@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -53,20 +52,6 @@ def test_adapters_are_scored_on_their_frozen_weights(place, capsys):
     assert nats == event["nats_per_token"]
     assert f"frozen weights from {folder}/base/checkpoints/0" in said
     assert abs(nats - scored(capsys, "--run", folder / "base")[0]) > np.finfo(np.float32).eps
-
-
-def test_frozen_weights_that_moved_must_be_named_and_be_the_same(place, capsys, tmp_path):
-    folder, _ = place
-    run = shutil.copytree(folder / "run", tmp_path / "run")
-    absent = f"{tmp_path}/absent"
-    for words, said in (
-        ([f"--config.checkpoint.init_from={absent}"], f"{absent}, which is no directory"),
-        ([f"--config.checkpoint.init_from={folder / 'run'}"], "holds adapters, no weights"),
-    ):
-        assert main(["--run", str(run), *words]) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert err.count("\n") == 1
 
 
 def test_weights_beside_a_whole_checkpoint_have_no_effect(place, capsys):
