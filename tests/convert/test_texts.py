@@ -3,10 +3,6 @@
 import json
 
 import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-
 import tokenizers
 
 from moejax.checkpoint.find import Saved

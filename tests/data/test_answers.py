@@ -6,9 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-
 from moejax.data.marks import BEGIN, CONTEXT, TARGET
 from moejax.data.prepare.answers import ChatEncoder
 from moejax.data.prepare.chat_template import ChatTemplate, load_template

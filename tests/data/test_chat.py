@@ -5,10 +5,9 @@ import json
 import re
 
 import numpy as np
+import pyarrow
 import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
+from pyarrow import parquet
 
 from moejax.config.schema import DataConfig
 from moejax.data.marks import marks_of
@@ -182,8 +181,6 @@ def test_replacing_removes_all_files_of_the_earlier_run(tmp_path, command, forma
 
 def test_arguments_of_calls_are_learned_as_they_were_given(tmp_path):
     """Arrow gives each call the arguments of all others, as null; a text of JSON is the same."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
 
     def row(names, arguments):
         parameters = {"properties": {name: {"type": "string"} for name in names}}

@@ -4,9 +4,6 @@ from datetime import datetime
 
 import pytest
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-
 from moejax.data.prepare import chat_template
 from moejax.data.prepare.chat_template import ChatTemplate, load_template
 from moejax.data.prepare.rows import BadRowError

@@ -2,12 +2,9 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("tokenizers")
-
-import tokenizers
 
 from moejax.data.prepare.control_tokens import BYTES_EOS, ControlEncoder, bytes_tokenizer
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer

@@ -1,6 +1,8 @@
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from moejax.data.prepare.conversations import conversation_of, read_chat_rows
 from moejax.data.prepare.rows import BadRowError, Row
@@ -38,10 +40,7 @@ def parse(row):
             {"messages": [{**USER, "content": [{"type": "text", "text": "q"}]}, ANSWER]},
             [USER, ANSWER],
         ),
-        (
-            {"messages": [USER, CALL]},
-            [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}],
-        ),
+        ({"messages": [USER, CALL]}, [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}]),
     ],
 )
 def test_three_forms_of_rows_become_messages(row, wanted):
@@ -173,8 +172,6 @@ def test_rows_of_jsonl_are_counted_with_blank_lines(tmp_path):
 
 
 def test_rows_of_parquet_are_conversations_too(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     turns = [[USER, ANSWER], [USER, CALL], None]
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"messages": turns, "id": [1, 2, 3]}), path)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from moejax.data import corpus
 from moejax.data.cuts import PATTERNS, joined, may_cut
 from moejax.data.tokenizer import FileTokenizer
 
-tokenizers = pytest.importorskip("tokenizers")
 splitters, normalizers = tokenizers.pre_tokenizers, tokenizers.normalizers
 
 ENGLISH = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")[:20_000]

@@ -1,8 +1,10 @@
 import hashlib
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from moejax.data.prepare import documents, rows
 from moejax.data.prepare.documents import Document, TextFile, rank_of, read_documents
@@ -78,8 +80,6 @@ def test_the_hash_that_holds_out_is_of_the_text(tmp_path, monkeypatch):
 
 
 def test_rows_of_parquet_are_counted_over_all_batches(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(rows, "ROWS", 3)
     file = tmp_path / "a.parquet"
     texts = ["a", "", "c", "d", None, "f"]
@@ -91,8 +91,6 @@ def test_rows_of_parquet_are_counted_over_all_batches(tmp_path, monkeypatch):
 
 
 def test_parquet_that_is_damaged_behind_its_first_rows_is_told(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(rows, "ROWS", 2)
     file = tmp_path / "a.parquet"
     table = pyarrow.table({"text": [f"text {number} " * 50 for number in range(4)]})

@@ -6,6 +6,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+import pyarrow
 import pytest
 
 from moejax.data.prepare import command as prepare
@@ -25,7 +26,6 @@ def compressed(path, raw):
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(raw))
     elif path.suffix == ".zst":
-        pyarrow = pytest.importorskip("pyarrow")
         # Two frames, as `cat a.zst b.zst` makes.
         half = len(raw) // 2
         with path.open("wb") as file:

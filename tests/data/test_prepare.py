@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
+import tokenizers
 
 from moejax.config.schema import DataConfig
 from moejax.data import tokens
@@ -33,17 +35,10 @@ def _inputs(folder, kind, texts):
         path = folder / "texts.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     else:
-        pyarrow = pytest.importorskip("pyarrow")
         path = folder / "texts.parquet"
         table = pyarrow.table({"text": texts, "other": list(range(len(texts)))})
         pyarrow.parquet.write_table(table, path, row_group_size=7)
     return [str(path)]
-
-
-@pytest.fixture(autouse=True)
-def _import_parquet():
-    """`pyarrow.parquet` is not imported by `import pyarrow`."""
-    pytest.importorskip("pyarrow.parquet")
 
 
 def _run(*arguments):
@@ -138,7 +133,6 @@ def test_documents_begin_with_the_token_that_begins_texts(tmp_path, format):
 
 def test_files_of_two_tokenizers_of_one_size_are_not_opened_together(tmp_path):
     """All that tells them apart is the digest that the command itself has written."""
-    tokenizers = pytest.importorskip("tokenizers")
     files = _inputs(tmp_path, "jsonl", ["word more"])
     orders = ("word", "more"), ("more", "word"), ("word", "more")
     for name, words in zip(("a", "a.b", "c"), orders, strict=True):

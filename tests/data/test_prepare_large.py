@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 
 from moejax.data.prepare import command as prepare
 from moejax.data.prepare import documents, split
@@ -59,7 +60,6 @@ def test_a_file_that_changes_between_its_digest_and_its_text_is_refused(
 def test_a_large_document_that_must_be_encoded_whole_is_told(
     tmp_path, capsys, monkeypatch, normalizer
 ):
-    tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "a": 1}, "<eos>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.normalizer = getattr(tokenizers.normalizers, normalizer)()

@@ -3,13 +3,12 @@ import re
 import sys
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer
 from moejax.errors import InputError
-
-tokenizers = pytest.importorskip("tokenizers")
 
 
 def _train(*special, size=300):

@@ -2,9 +2,6 @@
 
 import pytest
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-
 from moejax.data.marks import TARGET
 from moejax.data.prepare.answers import ChatEncoder
 from moejax.data.prepare.chat_template import load_template
@@ -29,8 +26,7 @@ def open_chat(tokenizer, template=None):
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "template"),
-    [(name, one) for name, some in CASES.items() for one in some],
+    ("tokenizer", "template"), [(name, one) for name, some in CASES.items() for one in some]
 )
 def test_a_prompt_is_what_training_read_before_the_answer(tmp_path, tokenizer, template):
     path = write_model(tmp_path, tokenizer, template)

@@ -4,9 +4,6 @@ import json
 
 import numpy as np
 import pytest
-
-pytest.importorskip("tokenizers")
-
 import tokenizers
 
 import moejax

@@ -4,10 +4,6 @@ import dataclasses
 import json
 
 import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-
 import tokenizers
 
 from moejax.checkpoint.find import Saved

@@ -35,8 +35,7 @@ def test_kept_tokens_are_those_of_numpy(top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(1.0), Sampling(0.6, seed=3), Sampling(1.5, 4), Sampling(0.8, 5, 0.7)],
+    "sampling", [Sampling(1.0), Sampling(0.6, seed=3), Sampling(1.5, 4), Sampling(0.8, 5, 0.7)]
 )
 def test_tokens_are_drawn_as_often_as_their_probabilities_say(sampling):
     draws = 20_000
