@@ -36,15 +36,14 @@ def assert_same_tensors(folder, wanted):
 
 
 def test_a_model_of_one_expert_a_token_is_imported_and_its_training_refused(
-    command, model, tmp_path, capsys
+    done, model, tmp_path, capsys
 ):
     """Where the weight of the only expert is one, as Mixtral's code makes it."""
     folder = model()
     config = json.loads((folder / "config.json").read_text())
     config["num_experts_per_tok"] = 1
     (folder / "config.json").write_text(json.dumps(config))
-    code, lines = command("import", folder, "--out", "imported")
-    assert code == 0, lines
+    lines = done("import", folder, "--out", "imported")
     (note,) = [line for line in lines if line.startswith("note: ")]
     assert "--config.moe.router.renormalize=false" in note
     cfg = load_config("imported/config.json")
@@ -55,17 +54,15 @@ def test_a_model_of_one_expert_a_token_is_imported_and_its_training_refused(
     assert "router no gradient" in said.out + said.err
 
 
-def test_import_then_export_gives_the_folder_back(command, model, tmp_path):
+def test_import_then_export_gives_the_folder_back(done, model, tmp_path):
     folder = model()
     assert_same_tensors(folder, draw_all(cases_of("mixtral")["even, llama3 positions"]["tensors"]))
     (tmp_path / "imported").mkdir()  # an empty folder takes the output
-    code, lines = command("import", folder, "--out", "imported")
-    assert code == 0, lines
+    lines = done("import", folder, "--out", "imported")
     assert {path.name for path in (tmp_path / "imported").iterdir()} == {"0", "config.json", "hf"}
     assert any("40,440 parameters" in line for line in lines)
     assert any("--tokenizer imported/hf/tokenizer.json" in line for line in lines)
-    code, lines = command("export", "imported", "--out", "exported", "--dtype", "float32")
-    assert code == 0, lines
+    lines = done("export", "imported", "--out", "exported", "--dtype", "float32")
     assert_same_tensors(tmp_path / "exported", tensors_of(folder))
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     given = json.loads((folder / "config.json").read_text())
@@ -82,18 +79,17 @@ def test_import_then_export_gives_the_folder_back(command, model, tmp_path):
     assert names == {"model.safetensors", *small}
     assert list(tmp_path.glob("*.partial")) == []
     # Weights may be stored in two bytes, which an export writes unasked.
-    assert command("import", folder, "--out", "narrow", "--dtype", "bfloat16")[0] == 0
+    done("import", folder, "--out", "narrow", "--dtype", "bfloat16")
     for name in ("imported", "narrow"):
-        assert command("export", name, "--out", f"{name}-out")[0] == 0
+        done("export", name, "--out", f"{name}-out")
     wide, narrow = (tensors_of(tmp_path / f"{name}-out") for name in ("imported", "narrow"))
     assert all(values.tobytes() == narrow[name].tobytes() for name, values in wide.items())
 
 
-def test_the_written_config_is_the_model_and_how_to_train_it(command, model, tmp_path):
+def test_the_written_config_is_the_model_and_how_to_train_it(done, model, tmp_path):
     words = ["--config.train.num_steps=70", "--config.run_dir=elsewhere"]
     words += ["--config.moe.router.z_loss=0.25"]
-    code, lines = command("import", model(), "--out", "imported", *words)
-    assert code == 0, lines
+    done("import", model(), "--out", "imported", *words)
     cfg = load_config(tmp_path / "imported" / "config.json")
     assert (cfg.run_dir, cfg.train.num_steps, cfg.moe.router.z_loss) == ("elsewhere", 70, 0.25)
     assert (cfg.model.num_heads, cfg.model.rope.scaling) == (12, "llama3")
@@ -188,17 +184,16 @@ def run_on(tmp_path):
     return run
 
 
-def test_a_run_begins_with_imported_weights_and_is_exported(command, model, run_on, tmp_path):
+def test_a_run_begins_with_imported_weights_and_is_exported(done, model, run_on, tmp_path):
     folder = model("olmoe", "top 3")
-    assert command("import", folder, "--out", "imported")[0] == 0
+    done("import", folder, "--out", "imported")
     assert run_on(tmp_path / "imported" / "config.json") == 0
     assert json.loads((tmp_path / "run" / "hf" / "config.json").read_text()) == json.loads(
         (folder / "config.json").read_text()
     )
     for file in tmp_path.glob("tokens.bin*"):
         file.unlink()  # the run keeps what says how text became tokens
-    code, lines = command("export", "run", "--out", "out", "--dtype", "float32", "--step", 1)
-    assert code == 0, lines
+    lines = done("export", "run", "--out", "out", "--dtype", "float32", "--step", 1)
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (256, 256)
     assert "exported step 1" in lines[-1]
@@ -210,19 +205,18 @@ def test_a_run_begins_with_imported_weights_and_is_exported(command, model, run_
     shutil.rmtree(tmp_path / "run")
     direct = f"--config.init_from={folder}"  # short for checkpoint.init_from
     assert run_on(tmp_path / "imported" / "config.json", direct) == 0
-    assert command("export", "run", "--out", "direct", "--dtype", "float32")[0] == 0
+    done("export", "run", "--out", "direct", "--dtype", "float32")
     assert_same_tensors(tmp_path / "direct", tensors_of(folder))
 
 
-def test_a_config_without_an_origin_finds_its_family(command, model, tmp_path):
+def test_a_config_without_an_origin_finds_its_family(command, model, tmp_path, done):
     """As of a run that began with drawn weights."""
     tokens = write_tokens(tmp_path / "text.bin")  # of bytes, which 256 ends
     words = (f"--config.data.train_files={tokens}", "--out", "imported")
-    assert command("import", model("mixtral", "window, top 1"), *words)[0] == 0
+    done("import", model("mixtral", "window, top 1"), *words)
     for path in (tmp_path / "imported" / "hf").iterdir():
         path.unlink()
-    code, lines = command("export", "imported", "--out", "out")
-    assert code == 0, lines
+    lines = done("export", "imported", "--out", "out")
     assert "as mixtral" in lines[-1]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["sliding_window"]) == ("mixtral", 9)
@@ -231,7 +225,7 @@ def test_a_config_without_an_origin_finds_its_family(command, model, tmp_path):
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 256
     tokens.unlink()
-    assert command("export", "imported", "--out", "later")[0] == 0
+    done("export", "imported", "--out", "later")
     config = json.loads((tmp_path / "later" / "config.json").read_text())
     assert config["eos_token_id"] is None, "no id is better than that of another vocabulary"
     code, lines = command("export", "imported", "--out", "other", "--family", "olmoe")

@@ -35,15 +35,15 @@ def test_pieces_hold_each_number_once(monkeypatch):
     ("family", "name"), [("deepseek_v3", "even, groups, yarn"), ("gpt_oss", "even")]
 )
 def test_small_pieces_in_many_files_are_the_same_weights(
-    command, model, tmp_path, monkeypatch, family, name
+    done, model, tmp_path, monkeypatch, family, name
 ):
     folder = model(family, name)
     monkeypatch.setattr(stored, "PIECE_BYTES", 1000)
     monkeypatch.setattr(stored, "FILE_BYTES", 20_000)
-    assert command("import", folder, "--out", "imported")[0] == 0
+    done("import", folder, "--out", "imported")
     files = (tmp_path / "imported" / "0" / "weights" / "ocdbt.process_0" / "d").iterdir()
     assert sum(file.stat().st_size > 15_000 for file in files) >= 5
-    assert command("export", "imported", "--out", "exported", "--dtype", "float32")[0] == 0
+    done("export", "imported", "--out", "exported", "--dtype", "float32")
     assert_same_tensors(tmp_path / "exported", tensors_of(folder))
 
 
@@ -71,15 +71,15 @@ def digest_of(tmp_path, name):
     return weights_digest(read_manifest(tmp_path / name / "0"))
 
 
-def test_a_second_import_has_the_digest_of_the_first(command, model, tmp_path):
+def test_a_second_import_has_the_digest_of_the_first(done, model, tmp_path):
     """Which tells runs with adapters whether their frozen weights are the same."""
     folder = model()
     for name in ("first", "second"):
-        assert command("import", folder, "--out", name)[0] == 0
+        done("import", folder, "--out", name)
     first, second = (read_manifest(tmp_path / name / "0") for name in ("first", "second"))
     assert first["files"] != second["files"], "their names are drawn"
     assert weights_digest(first) == weights_digest(second)
-    assert command("import", folder, "--out", "narrow", "--dtype", "bfloat16")[0] == 0
+    done("import", folder, "--out", "narrow", "--dtype", "bfloat16")
     assert digest_of(tmp_path, "narrow") != weights_digest(first)
     path = sorted(folder.glob("*.safetensors"))[-1]
     tensors = load_file(path)
@@ -87,12 +87,12 @@ def test_a_second_import_has_the_digest_of_the_first(command, model, tmp_path):
     tensors[last] = tensors[last].copy()
     tensors[last].reshape(-1)[-1] += 1
     write_file(path, tensors)
-    assert command("import", folder, "--out", "changed")[0] == 0
+    done("import", folder, "--out", "changed")
     assert digest_of(tmp_path, "changed") != weights_digest(first)
 
 
-def test_the_digest_is_that_of_the_numbers_in_the_checkpoint(command, model, tmp_path):
-    assert command("import", model(), "--out", "imported")[0] == 0
+def test_the_digest_is_that_of_the_numbers_in_the_checkpoint(done, model, tmp_path):
+    done("import", model(), "--out", "imported")
     weights, sums = StoredWeights(tmp_path / "imported" / "0"), []
     cfg = load_config(tmp_path / "imported" / "config.json")
     for path, array in new_arrays(cfg, "float32").items():
