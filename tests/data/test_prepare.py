@@ -2,7 +2,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -216,22 +215,6 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert _run(*files, "--out", tmp_path / "x") == 2
     assert "moejax[data]" in capsys.readouterr().err
-
-
-def test_the_module_runs_as_a_command_without_jax(tmp_path):
-    files = _inputs(tmp_path, "jsonl", TEXTS)
-    program = (
-        "import runpy, sys\n"
-        "sys.modules['jax'] = None\n"  # an import of JAX would raise
-        "sys.argv = ['prepare', *sys.argv[1:]]\n"
-        "runpy.run_module('moejax.data.prepare.command', run_name='__main__')\n"
-    )
-    command = [sys.executable, "-c", program, *files, "--out", str(tmp_path / "x")]
-    done = subprocess.run(
-        [*command, "--eval-fraction", "0"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "x.train.bin").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_told_with_the_flag(tmp_path, capsys):

@@ -9,7 +9,6 @@ Files are written under temporary names and renamed when they are complete.
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -294,7 +293,3 @@ def _tell_of_large(document: AnyDocument | MarkedDocument, console: Console) -> 
         soft_wrap=True,
     )
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())
