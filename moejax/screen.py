@@ -31,6 +31,11 @@ def text_column(format: str = "{task.description}") -> TextColumn:
     return TextColumn(format, markup=False)
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns "1 file" or "2 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @contextmanager
 def waiting(console: Console, text: str) -> Iterator[Callable[[str], None]]:
     """Shows a text on a terminal during a wait. Yields a function that changes the text."""

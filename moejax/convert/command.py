@@ -132,7 +132,3 @@ def _base(overrides: list[str]) -> str | None:
             f"`{name}` has no effect. An export reads checkpoint.init_from only. Leave it out."
         )
     return base
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,21 +18,8 @@ from moejax.checkpoint.source import FolderSource, Source, frozen_source
 from moejax.config.load import from_dict
 from moejax.config.schema import Config
 from moejax.convert.adapters import merged_weights, write_adapters
-from moejax.convert.output import (
-    bar,
-    check_new_folder,
-    check_space,
-    console_of,
-    plural,
-    written_beside,
-)
-from moejax.convert.texts import (
-    special_ids,
-    texts_of,
-    without_code,
-    write_generation,
-    write_texts,
-)
+from moejax.convert.output import bar, check_new_folder, check_space, written_beside
+from moejax.convert.texts import special_ids, texts_of, without_code, write_generation, write_texts
 from moejax.errors import InputError, write_whole
 from moejax.hf.families import FAMILIES, family_named, family_of
 from moejax.hf.families.family import Family
@@ -49,6 +36,7 @@ from moejax.hf.writer import (
 )
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
+from moejax.screen import counted, screen
 
 
 @dataclass(frozen=True)
@@ -99,12 +87,15 @@ def export_run(
     with join() as processes:
         saved = locate(str(_checkpoint_of(run, step)), "full", processes)
         cfg, origin = from_dict(saved.manifest.get("config", {})), origin_of(saved.path)
-        if adapter:
-            _check_has_adapters(saved, cfg)
+        if adapter and cfg.lora.rank is None:
+            raise InputError(
+                f"no adapters in {saved.path}. Its run trained all weights, and --adapter writes "
+                "adapters alone. Leave it out."
+            )
         frozen = frozen_source(saved, cfg, base, processes)
         chosen, config = choose_family(cfg, read_config(origin), family)
         export = _Export(saved, cfg, frozen, chosen, config, origin)
-        console = console_of(processes)
+        console = screen(stderr=True, quiet=not processes.first)
         if adapter:
             summary = _export_adapters(export, out, processes)
         else:
@@ -112,14 +103,6 @@ def export_run(
         summary = f"exported step {saved.step} of {run} as {chosen.name} to {out}: {summary}"
         console.print(summary, highlight=False, soft_wrap=True)
         processes.gather("done")
-
-
-def _check_has_adapters(saved: Saved, cfg: Config) -> None:
-    if cfg.lora.rank is None:
-        raise InputError(
-            f"no adapters in {saved.path}. Its run trained all weights, and --adapter writes "
-            "adapters alone. Leave it out."
-        )
 
 
 def _export_model(
@@ -147,7 +130,7 @@ def _export_model(
             _write_small_files(beside, export, dtype)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     added = "" if frozen is None else f"; adapters added to {frozen.path}"
-    return f"{count:,} parameters, {decimal(size)} in {plural(len(files), 'file')}{added}"
+    return f"{count:,} parameters, {decimal(size)} in {counted(len(files), 'file')}{added}"
 
 
 def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
@@ -160,9 +143,9 @@ def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
         texts = texts_of(export.saved, export.cfg.data, export.origin)
         if processes.first and texts.chat is not None:
             write_texts(beside, texts)
-    summary = f"adapters of {plural(written, 'tensor')}"
+    summary = f"adapters of {counted(written, 'tensor')}"
     if left_out:
-        summary += f"; left out those of multi-token prediction ({plural(left_out, 'tensor')})"
+        summary += f"; left out those of multi-token prediction ({counted(left_out, 'tensor')})"
     if base is None:
         where = "the base" if export.frozen is None else export.frozen.path
         summary += (
@@ -200,10 +183,15 @@ def choose_family(
     Raises:
       InputError: if it cannot hold the model; without a name, says so for each family.
     """
-    if name is not None:
-        return _config_of(family_named(name), cfg, base)
-    if base:
-        return _config_of(family_of(base), cfg, base)
+    if name is not None or base:
+        family = family_of(base) if name is None else family_named(name)
+        try:
+            return family, family.write(cfg, base)
+        except InputError as error:
+            raise InputError(
+                f"{family.name} does not hold this model: {str(error).rstrip('.')}. Name another "
+                "family with --family, or export a model without it."
+            ) from None
     reasons = []
     for family in FAMILIES:
         try:
@@ -211,18 +199,6 @@ def choose_family(
         except InputError as error:
             reasons.append(f"{family.name}: {str(error).rstrip('.')}")
     raise InputError(f"no family holds this model. {'; '.join(reasons)}.")
-
-
-def _config_of(
-    family: Family, cfg: Config, base: Mapping[str, Any]
-) -> tuple[Family, dict[str, Any]]:
-    try:
-        return family, family.write(cfg, base)
-    except InputError as error:
-        raise InputError(
-            f"{family.name} does not hold this model: {str(error).rstrip('.')}. Name another "
-            "family with --family, or export a model without it."
-        ) from None
 
 
 def _write_small_files(beside: Path, export: _Export, dtype: str) -> None:

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 
-from moejax.checkpoint.arrays import NewArray, Part
+from moejax.checkpoint.arrays import NewArray, Part, PieceWriter, store_of
 from moejax.checkpoint.disk_space import naming_full_disk, quiet_about_full_disks
 from moejax.checkpoint.manifest import digest_of_pieces
 from moejax.checkpoint.writer import save_written
@@ -33,21 +33,25 @@ from moejax.config.checks.paths import check_plain
 from moejax.config.fields import fields, get_value
 from moejax.config.load import override, to_dict
 from moejax.config.schema import Config
-from moejax.convert.output import bar, check_new_folder, check_space, console_of, written_beside
-from moejax.convert.pieces import write_pieces
+from moejax.convert.output import bar, check_new_folder, check_space, written_beside
 from moejax.errors import write_whole
 from moejax.hf.config import check_same_model, config_of
 from moejax.hf.families import family_of
+from moejax.hf.in_flight import map_in_flight
 from moejax.hf.load import LoadPlan, plan_load, read_bounds
 from moejax.hf.model import describe_anywhere
 from moejax.hf.origin import ORIGIN, copy_small_files, small_files
 from moejax.hf.reader import Folder
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
+from moejax.screen import screen
 from moejax.step.state import flat
 
 LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already
+HELD = 2  # a piece, and at most as many bytes of the tensors that it is read from
+# Returns a part of an array: its bounds, and its dtype. Several threads call it.
+ReadPiece = Callable[[Part, Any], np.ndarray]
 
 
 def import_folder(
@@ -68,7 +72,7 @@ def import_folder(
         check(cfg, trained=False)
         small_files(path)
         with join() as processes:
-            console = console_of(processes)
+            console = screen(stderr=True, quiet=not processes.first)
             plan = processes.together(lambda: plan_load(folder, *describe_anywhere(cfg)))
             needed = elements_of(plan) * jnp.dtype(dtype).itemsize
             check_space(out, needed, processes)
@@ -137,8 +141,9 @@ def _write_checkpoint(
             written = processes.together(
                 lambda: write_pieces(sources, stores / "weights", processes, advance)
             )
-        counters = {NewArray(name, (), "int32"): _zero for name in ("step", "skipped")}
-        write_pieces(counters, stores / "counters", processes)
+        counters = [NewArray(name, (), "int32") for name in ("step", "skipped")]
+        zeros = dict.fromkeys(counters, lambda part, dtype: np.zeros((), dtype))
+        write_pieces(zeros, stores / "counters", processes)
         facts: dict[str, Any] = {
             "config": to_dict(cfg),
             "imported_from": str(folder.path.absolute()),
@@ -148,7 +153,7 @@ def _write_checkpoint(
             "jax": jax.__version__,
             "numbers": digest_of_pieces(processes.gather(written)),
         }
-        items = {"counters": list(counters), "weights": list(sources)}
+        items = {"counters": counters, "weights": list(sources)}
         save_written(beside / "0", items, stores, facts, processes)
     processes.gather("moved")
     if processes.first:
@@ -170,8 +175,46 @@ def new_arrays(cfg: Config, dtype: str) -> dict[str, NewArray]:
     }
 
 
-def _zero(part: Part, dtype: Any) -> np.ndarray:
-    return np.zeros((), dtype)
+def write_pieces(
+    sources: Mapping[NewArray, ReadPiece],
+    item: Path,
+    processes: Processes,
+    progress: Callable[[int], None] = lambda elements: None,
+) -> int:
+    """Writes this process's share of the pieces of every array. Reads no others.
+
+    Pieces go to the processes in turns, and no process holds a model.
+
+    Args:
+      sources: for each array, a function that returns its parts.
+      item: directory of the stores of all processes.
+      progress: called with the elements of each piece.
+    Returns:
+      the sum of the digests of these pieces.
+    """
+
+    def read(piece: tuple[NewArray, Part]) -> tuple[NewArray, Part, np.ndarray, int]:
+        array, part = piece
+        values = sources[array](part, array.dtype)
+        return array, part, values, array.digest(part, values)
+
+    def held_bytes(piece: tuple[NewArray, Part]) -> int:
+        array, part = piece
+        elements = math.prod(stop - start for start, stop in part)
+        return HELD * elements * np.dtype(array.dtype).itemsize
+
+    pieces = ((array, part) for array in sources for part in array.parts())
+    own = itertools.islice(pieces, processes.index, None, processes.count)
+    total = 0
+    with PieceWriter(store_of(item, processes.index)) as writer:
+        if processes.first:
+            for array in sources:
+                writer.create(array)
+        for array, part, values, digest in map_in_flight(read, own, held_bytes):
+            writer.write(array, part, values)
+            total += digest
+            progress(values.size)
+    return total
 
 
 def config_text(cfg: Config) -> str:

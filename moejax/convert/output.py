@@ -17,7 +17,7 @@ from rich.progress import (
 from moejax.config.checks.paths import check_folder
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import Processes
-from moejax.screen import screen, text_column
+from moejax.screen import text_column
 
 
 def check_new_folder(out: Path, flag: str) -> None:
@@ -90,26 +90,10 @@ def check_space(folder: Path, needed: int, processes: Processes) -> None:
 @contextmanager
 def bar(console: Console, text: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows a bar on a terminal, and one line elsewhere. Yields a function that advances it."""
-    if not console.is_terminal:
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    columns = text_column(), BarColumn(), TaskProgressColumn(), *times
+    if not (drawn := console.is_terminal):
         console.print(text, highlight=False, soft_wrap=True)
-    columns = (
-        text_column(),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    drawn = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
         task = progress.add_task(text, total=total)
         yield lambda done: progress.update(task, advance=done)
-
-
-def console_of(processes: Processes) -> Console:
-    """Returns the console of process 0, and a silent one elsewhere."""
-    return screen(stderr=True) if processes.first else screen(quiet=True)
-
-
-def plural(number: int, noun: str) -> str:
-    """Returns text such as "1 file" or "2 files"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from moejax.checkpoint.find import Saved
 from moejax.config.schema import DataConfig
-from moejax.data.named_tokens import CONFIG, SPECIAL, read_settings
+from moejax.data.named_tokens import CONFIG, SPECIAL, ids_in, read_settings
 from moejax.data.prepare.chat_template import TEMPLATE
-from moejax.data.prepare.control_tokens import BYTES_EOS
+from moejax.data.prepare.control_tokens import bytes_tokenizer
 from moejax.data.sidecar import ChatForm
 from moejax.data.sources import describe_tokens, is_tokenizer_of
-from moejax.data.tokenizer import BYTES, ByteTokenizer, Ends
+from moejax.data.tokenizer import BYTES, ByteTokenizer, Ends, begin_of_document
 from moejax.errors import InputError, write_whole
 from moejax.hf.origin import GENERATION, copy_small_files
 
@@ -78,8 +78,8 @@ def special_ids(texts: Texts, config: Mapping[str, Any]) -> dict[str, Any]:
     # Libraries default to a family's ids, which are other tokens in this vocabulary.
     if ends is None:
         return dict.fromkeys(SPECIAL_IDS)
-    begin = ends.eos_id if ends.bos_id is None else ends.bos_id
-    return {"pad_token_id": None, BOS: begin, EOS: _one_or_all([*answers, ends.eos_id])}
+    end = _one_or_all([*answers, ends.eos_id])
+    return {"pad_token_id": None, BOS: begin_of_document(ends), EOS: end}
 
 
 def write_texts(folder: Path, texts: Texts) -> None:
@@ -106,12 +106,6 @@ def write_generation(folder: Path, config: Mapping[str, Any], changed: bool) -> 
         _write_json(path, {"_from_model_config": True, **known})
     elif changed:
         _write_json(path, {**read_settings(path), **known})
-
-
-def ids_in(value: Any) -> list[int]:
-    """Returns the ids of a configuration's entry: one, several, or none."""
-    values = value if isinstance(value, list) else [value]
-    return [value for value in values if type(value) is int]
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +138,7 @@ def _write_own_tokenizer(folder: Path, texts: Texts) -> None:
     assert texts.ends is not None, "token files say the tokens around documents"
     content = bytes_tokenizer() if texts.tokenizer is None else _read_tokenizer(texts.tokenizer)
     eos = _text_of(content, texts.ends.eos_id)
-    begin_id = texts.ends.eos_id if texts.ends.bos_id is None else texts.ends.bos_id
+    begin_id = begin_of_document(texts.ends)
     begin = _text_of(content, begin_id)
     content["post_processor"] = _beginning_with(begin, begin_id)
     _write_json(folder / TOKENIZER, content)
@@ -206,28 +200,6 @@ def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
         "single": begun("A", 0),
         "pair": [*begun("A", 0), *begun("B", 1)],
         "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
-    }
-
-
-def bytes_tokenizer() -> dict[str, Any]:
-    """Returns a tokenizer.json with the ids of `ByteTokenizer`."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printed]
-    # The letters that stand for bytes, as GPT-2 has them.
-    letters = {chr(byte): byte for byte in printed}
-    letters |= {chr(256 + number): byte for number, byte in enumerate(others)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    eos = {"id": ByteTokenizer.eos_id, "content": BYTES_EOS, "special": True, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [eos | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
-        "normalizer": None,
-        "pre_tokenizer": {**level, "use_regex": False},
-        "post_processor": None,
-        "decoder": {**level, "use_regex": False},
-        "model": {"type": "BPE", "vocab": letters, "merges": []},
     }
 
 

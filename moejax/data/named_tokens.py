@@ -17,18 +17,19 @@ def named_tokens(tokenizer: Path) -> dict[str, str]:
     Raises:
       InputError: if a file is damaged.
     """
-    older, newer = (read_settings(tokenizer.with_name(name)) for name in (SPECIAL, CONFIG))
-    return tokens_in(older) | tokens_in(newer)
-
-
-def tokens_in(settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the texts of the tokens that a tokenizer's settings name."""
     found = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
+    for file in (SPECIAL, CONFIG):  # the newer one wins
+        for name, value in read_settings(tokenizer.with_name(file)).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
     return found
+
+
+def ids_in(value: Any) -> list[int]:
+    """Returns the ids of a configuration's entry: one, several, or none."""
+    values = value if isinstance(value, list) else [value]
+    return [value for value in values if type(value) is int]
 
 
 def read_settings(file: Path) -> dict[str, Any]:

@@ -171,13 +171,12 @@ def _damaged(file: Path, wrong: str) -> InputError:
 def _find_wrong(sidecar: Sidecar) -> str | None:
     """Returns a violation of the format, if any. No asserts: `python -O` would leave them out."""
     digest, name = sidecar.tokenizer_sha256, sidecar.tokenizer
-    # `type`, because True is an int to isinstance.
-    for field in ("vocab_size", "eos_id", "num_tokens"):
-        if type(getattr(sidecar, field)) is not int or getattr(sidecar, field) < 0:
-            return f"{field} is {getattr(sidecar, field)!r}, not a count"
-    for field in ("num_bytes", "num_documents", "chunk_tokens"):
+    may_be_open = ("num_bytes", "num_documents", "chunk_tokens", "target_bytes")
+    for field in ("vocab_size", "eos_id", "num_tokens", *may_be_open):
         value = getattr(sidecar, field)
-        if value is not None and (type(value) is not int or value < 0):
+        # `type`, because True is an int to isinstance.
+        is_count = type(value) is int and value >= 0
+        if not is_count and not (value is None and field in may_be_open):
             return f"{field} is {value!r}, not a count"
     if sidecar.dtype not in DTYPES:
         return f"dtype {sidecar.dtype!r} is not one of {DTYPES}"
@@ -195,24 +194,17 @@ def _find_wrong(sidecar: Sidecar) -> str | None:
         return "a sha256 is not 64 hexadecimal digits"
     if sidecar.format_version == UNMARKED:
         return None
-    return _find_wrong_marks(sidecar) or _find_wrong_begin(sidecar)
+    return _find_wrong_later(sidecar)
 
 
-def _find_wrong_marks(sidecar: Sidecar) -> str | None:
-    """Returns a violation of the format, if any, in the fields about marks and targets."""
+def _find_wrong_later(sidecar: Sidecar) -> str | None:
+    """Returns a violation of the format, if any, in the fields that format 1 has not."""
     is_marked = sidecar.is_marked or sidecar.format_version == MARKED
     if is_marked and not _is_digest(sidecar.marks_sha256):
         return "marks_sha256 is not 64 hexadecimal digits"
-    targets, text = sidecar.num_targets, sidecar.target_bytes
+    targets = sidecar.num_targets
     if type(targets) is not int or not 0 < targets < sidecar.num_tokens:
         return f"num_targets is {targets!r}, not between 1 and num_tokens - 1"
-    if text is not None and (type(text) is not int or text < 0):
-        return f"target_bytes is {text!r}, not a count"
-    return None
-
-
-def _find_wrong_begin(sidecar: Sidecar) -> str | None:
-    """Returns a violation of the format, if any, in begin token and chat template."""
     bos, chat, known = sidecar.bos_id, sidecar.chat, range(sidecar.vocab_size)
     if bos is not None and (type(bos) is not int or bos not in known or bos == sidecar.eos_id):
         return f"bos_id is {bos!r}, not another id of the vocabulary than eos_id"

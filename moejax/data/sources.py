@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moejax.config.schema import DataConfig
 from moejax.data import corpus
 from moejax.data.sidecar import Sidecar, read_sidecar, sidecar_of
-from moejax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, digest, tokenizer_beside
+from moejax.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import (
     FilePart,
     TokenSource,
@@ -70,7 +70,7 @@ class Described(NamedTuple):
     @property
     def tokenizer_file(self) -> Path | None:
         """The tokenizer.json beside it; None for bytes, or if it is not there any more."""
-        path = self.path.parent / Path(self.sidecar.tokenizer).name
+        path = self.path.with_name(self.sidecar.tokenizer)
         return path if self.sidecar.tokenizer != BYTES and path.is_file() else None
 
     def open_tokenizer(self) -> Tokenizer:
@@ -79,8 +79,16 @@ class Described(NamedTuple):
         Raises:
           InputError: if it is missing, or differs from the one that made the tokens.
         """
-        ends, sha256 = self.sidecar.ends, self.sidecar.tokenizer_sha256
-        return tokenizer_beside(self.path, self.sidecar.tokenizer, ends=ends, sha256=sha256)
+        if self.sidecar.tokenizer == BYTES:
+            return ByteTokenizer()
+        file, wanted = self.tokenizer_file, self.sidecar.tokenizer_sha256
+        if file is not None and wanted is not None and (found := digest(file)) != wanted:
+            raise InputError(
+                f"tokenizer was changed. {file} has sha256 {found[:16]}, the sidecar of "
+                f"{self.path} says {wanted[:16]}. It must be the one that made the tokens. Copy it "
+                f"again, or prepare the text again."
+            )
+        return FileTokenizer(self.path.with_name(self.sidecar.tokenizer), ends=self.sidecar.ends)
 
 
 def describe_tokens(data: DataConfig, folders: Iterable[Path] = ()) -> Described | None:

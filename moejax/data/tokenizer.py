@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,30 +24,14 @@ class Ends(NamedTuple):
     bos_id: int | None  # begins it; None: the eos of the document before does
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The tokenizer interface."""
-
-    vocab_size: int
-    eos_id: int
-    bos_id: int | None  # begins a document; None: eos does
-    cuts: bool  # whether long texts are encoded in parts, so that memory does not grow
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens."""
-        ...
-
-    def encode_pieces(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text in pieces, equal to `encode` of the whole text."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids, without the tokens around documents."""
-        ...
-
-
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes of UTF-8; 256 ends a document."""
+    """Ids 0 to 255 are bytes of UTF-8; 256 ends a document.
+
+    Attributes:
+      eos_id: the token that ends a document.
+      bos_id: the token that begins a document; None: eos does.
+      cuts: whether long texts are encoded in parts, so that memory does not grow.
+    """
 
     vocab_size = 257
     eos_id = 256
@@ -69,7 +53,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, through the `tokenizers` library; runs no code of the file's author."""
+    """A `tokenizer.json`, through the `tokenizers` library; runs no code of the file's author.
+
+    Its attributes are those of `ByteTokenizer`.
+    """
 
     def __init__(self, path: Path, eos: str | None = None, ends: Ends | None = None):
         """Opens a file.
@@ -124,9 +111,12 @@ class FileTokenizer:
         return self._tokenizer.decode([i for i in ids if i not in (self.eos_id, self.bos_id)])
 
 
-def begin_of_document(tokenizer: Tokenizer) -> int:
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def begin_of_document(ends: Tokenizer | Ends) -> int:
     """Returns the token that every document begins with."""
-    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    return ends.eos_id if ends.bos_id is None else ends.bos_id
 
 
 def load_library(path: Path) -> Any:
@@ -159,26 +149,6 @@ def load_library(path: Path) -> Any:
     # Text that spells a special token stays text; otherwise a document could contain eos.
     library.encode_special_tokens = True
     return library
-
-
-def tokenizer_beside(token_file: Path, name: str, *, ends: Ends, sha256: str | None) -> Tokenizer:
-    """Opens the tokenizer that a token file's sidecar names, from the same folder.
-
-    Args:
-      ends: the tokens around the file's documents.
-    Raises:
-      InputError: if it is missing, or differs from the one that made the tokens.
-    """
-    if name == BYTES:
-        return ByteTokenizer()
-    path = token_file.parent / Path(name).name
-    if sha256 is not None and path.is_file() and digest(path) != sha256:
-        raise InputError(
-            f"tokenizer was changed. {path} has sha256 {digest(path)[:16]}, the sidecar of "
-            f"{token_file} says {sha256[:16]}. It must be the one that made the tokens. Copy it "
-            f"again, or prepare the text again."
-        )
-    return FileTokenizer(path, ends=ends)
 
 
 def digest(path: Path) -> str:

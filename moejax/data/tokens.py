@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import TypedDict
 
 import numpy as np
 
@@ -31,56 +31,14 @@ class FilePart(TypedDict):
     tokens: int
 
 
-@runtime_checkable
-class TokenSource(Protocol):
-    """A stream with random access."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Upper bound of ids."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """The token between documents."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the stream."""
-        ...
-
-    @property
-    def num_targets(self) -> int:
-        """Number of tokens that are predicted."""
-        ...
-
-    @property
-    def target_bytes(self) -> int | None:
-        """Bytes of the text that the targets spell, if known."""
-        ...
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens start .. start + length - 1, int32."""
-        ...
-
-    def stretch(self, start: int, length: int) -> Stretch:
-        """The same tokens, with the targets and the first tokens of documents marked."""
-        ...
-
-    def parts(self) -> list[FilePart]:
-        """Returns the stream's files, in order."""
-        ...
-
-
 @dataclass(frozen=True)
 class MemorySource:
-    """A stream held in memory."""
+    """A stream held in memory; see `JoinedSource`."""
 
     tokens: np.ndarray
     vocab_size: int
     eos_id: int
-    num_bytes: int | None
+    num_bytes: int | None  # of the whole text; None if unknown
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +79,15 @@ def from_documents(documents: Sequence[bytes]) -> MemorySource:
 
 
 class JoinedSource:
-    """Several sources of one vocabulary, read as one stream."""
+    """Several sources of one vocabulary, read as one stream.
+
+    Attributes:
+      vocab_size: upper bound of ids.
+      eos_id: the token between documents.
+      num_tokens: length of the stream.
+      num_targets: number of tokens that are predicted.
+      target_bytes: bytes of the text that the targets spell; None if unknown.
+    """
 
     def __init__(self, sources: Sequence[FileSource]):
         self.sources = tuple(sources)
@@ -163,6 +129,9 @@ class JoinedSource:
         ]
 
 
+TokenSource = MemorySource | JoinedSource  # a stream with random access
+
+
 def open_files(patterns: Sequence[str], wanted: str | None, *, model_vocab: int) -> JoinedSource:
     """Opens the token files that paths or globs name, in sorted order, as one stream.
 
@@ -173,7 +142,7 @@ def open_files(patterns: Sequence[str], wanted: str | None, *, model_vocab: int)
     Raises:
       InputError: if a pattern matches nothing, or files are damaged or inconsistent.
     """
-    sources = []
+    sources: list[FileSource] = []
     for path in find_files(patterns):
         sidecar = read_sidecar(path)
         if wanted not in (None, sidecar.format):
@@ -184,7 +153,16 @@ def open_files(patterns: Sequence[str], wanted: str | None, *, model_vocab: int)
         kind = BinSource if sidecar.format == "bin" else ArrayRecordSource
         sources.append(kind(path, sidecar))
         sources[-1].check_ends()
-    _check_together(sources, model_vocab)
+    _check_same(sources)
+    first = sources[0]
+    if first.vocab_size > model_vocab:
+        raise InputError(
+            f"tokenizer is larger than the model. {first.path} has vocabulary {first.vocab_size}, "
+            f"model.vocab_size is {model_vocab}. Every id needs a row. For a model that begins "
+            "here raise model.vocab_size. The rows of loaded weights are fixed: prepare the text "
+            "with the tokenizer that came with them, without the tokens whose ids begin at "
+            f"{model_vocab} (`added_tokens` in tokenizer.json)."
+        )
     return JoinedSource(sources)
 
 
@@ -226,7 +204,7 @@ def check_apart(train: JoinedSource, held_out: JoinedSource) -> None:
     """Refuses held-out files that are also training files, or of another tokenizer.
 
     Raises:
-      InputError: see above.
+      InputError: names the file.
     """
     _check_same([train.sources[0], held_out.sources[0]])
     trained = {source.path.resolve() for source in train.sources}
@@ -239,21 +217,8 @@ def check_apart(train: JoinedSource, held_out: JoinedSource) -> None:
             )
 
 
-def _check_together(sources: Sequence[FileSource], model_vocab: int) -> None:
-    """Refuses files of different tokenizers, and a model too small for them."""
-    first = sources[0]
-    _check_same(sources)
-    if first.vocab_size > model_vocab:
-        raise InputError(
-            f"tokenizer is larger than the model. {first.path} has vocabulary {first.vocab_size}, "
-            f"model.vocab_size is {model_vocab}. Every id needs a row. For a model that begins "
-            "here raise model.vocab_size. The rows of loaded weights are fixed: prepare the text "
-            "with the tokenizer that came with them, without the tokens whose ids begin at "
-            f"{model_vocab} (`added_tokens` in tokenizer.json)."
-        )
-
-
 def _check_same(sources: Sequence[FileSource]) -> None:
+    """Refuses files of different tokenizers."""
     first = sources[0]
     for source in sources:
         expected, actual = ((s.vocab_size, s.eos_id) for s in (first, source))

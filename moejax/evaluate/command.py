@@ -19,8 +19,8 @@ from moejax.data.tokenizer import Tokenizer
 from moejax.errors import InputError, exit_code
 from moejax.evaluate.checkpoint import Chosen, choose, on_all_devices, read_weights
 from moejax.evaluate.documents import DocumentScore, scores, sum_documents
-from moejax.evaluate.held_out import HeldOut, Wanted, open_held_out
-from moejax.evaluate.report import Result, print_json, print_tables
+from moejax.evaluate.held_out import HeldOut, open_held_out
+from moejax.evaluate.report import Result, print_tables
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import Processes
@@ -61,28 +61,23 @@ def parser() -> argparse.ArgumentParser:
         description="Scores held-out text: nats per token, perplexity, bits per byte.",
         epilog=EPILOG,
     )
-    command.add_argument(
-        "--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint"
-    )
-    command.add_argument(
-        "--step", type=int, metavar="N", help="its checkpoint of step N (default: the newest)"
-    )
-    command.add_argument(
+    add = command.add_argument
+    add("--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint")
+    add("--step", type=int, metavar="N", help="its checkpoint of step N (default: the newest)")
+    add(
         "--data",
         nargs="+",
         default=[],
         metavar="FILE",
         help="token files, or texts: .jsonl, .parquet, else one document",
     )
-    command.add_argument("--text-field", metavar="NAME", help="field of the text (default: text)")
-    command.add_argument("--tokenizer", metavar="FILE", help="for texts (default: the model's)")
-    command.add_argument("--eos", metavar="TOKEN", help="ends a document; with --tokenizer")
-    command.add_argument("--by-document", action="store_true", help="score each document too")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.add_argument(
-        "--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run"
-    )
-    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    add("--text-field", metavar="NAME", help="field of the text (default: text)")
+    add("--tokenizer", metavar="FILE", help="for texts (default: the model's)")
+    add("--eos", metavar="TOKEN", help="ends a document; with --tokenizer")
+    add("--by-document", action="store_true", help="score each document too")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run")
+    add("--debug", action="store_true", help="show tracebacks of bad input")
     return command
 
 
@@ -103,13 +98,13 @@ def _run(args: argparse.Namespace, overrides: list[str], processes: Processes) -
     chosen = choose(args.run, args.step, overrides, processes)
     check_simulated_devices(chosen.cfg)
     check_same_config(chosen.cfg, processes)
-    wanted = Wanted(args.data, args.text_field, args.tokenizer, args.eos)
-    with open_held_out(wanted, chosen) as held_out:
+    flags = {name: getattr(args, name) for name in ("text_field", "tokenizer", "eos")}
+    with open_held_out(args.data, chosen, **flags) as held_out:
         for note in (*chosen.notes, *held_out.notes):
             console.print(note, highlight=False, soft_wrap=True)
         result = _evaluate(chosen, held_out, args.by_document, processes, console)
     if processes.first and args.json:
-        print_json(result)
+        print(result.to_json())
     elif processes.first:
         print_tables(result, screen())
 

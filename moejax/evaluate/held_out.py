@@ -41,66 +41,48 @@ class HeldOut:
         return ByteTokenizer()
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The flags of the command line about the data."""
-
-    files: Sequence[str]
-    text_field: str | None
-    tokenizer: str | None
-    eos: str | None
-
-
 @contextmanager
-def open_held_out(wanted: Wanted, chosen: Chosen) -> Iterator[HeldOut]:
+def open_held_out(
+    files: Sequence[str],
+    chosen: Chosen,
+    *,
+    text_field: str | None = None,
+    tokenizer: str | None = None,
+    eos: str | None = None,
+) -> Iterator[HeldOut]:
     """Opens the files of the command line, else the run's own held-out data.
 
     Texts are written as token files into a temporary folder, which is removed in the end.
 
+    Args:
+      text_field: field of the text; of texts alone, as the next two are.
+      tokenizer: a tokenizer.json; None for the model's own.
+      eos: token that ends a document in it; None for a usual one.
     Raises:
       InputError: if there is nothing to score, or it does not fit the model.
     """
-    named = find_files(wanted.files, texts=True)
-    texts = [path for path in named if not _is_token_file(path)]
-    _check_options(wanted, texts)
+    named = find_files(files, texts=True)
+    tokens = [p for p in named if sidecar_of(p).is_file() or p.suffix in TOKEN_SUFFIXES]
+    texts = [path for path in named if path not in tokens]
+    for flag, value in (("text-field", text_field), ("tokenizer", tokenizer), ("eos", eos)):
+        if value is not None and not texts:
+            raise InputError(
+                f"`--{flag}` has no effect. Got {value!r} without a text in --data. Token files "
+                f"have their tokenizer beside them. Leave it out."
+            )
     if not named:
         yield _of_run(chosen)
     elif not texts:
         yield _of_token_files(chosen, list(map(str, named)))
-    elif len(texts) < len(named):
+    elif tokens:
         raise InputError(
-            f"token files and texts together. {texts[0]} is text, "
-            f"{next(path for path in named if path not in texts)} has tokens. They are counted "
-            f"apart. Evaluate them with two commands."
+            f"token files and texts together. {texts[0]} is text, {tokens[0]} has tokens. They are "
+            f"counted apart. Evaluate them with two commands."
         )
     else:
+        opened = open_tokenizer(tokenizer, eos, chosen)
         with tempfile.TemporaryDirectory(prefix="moejax-eval-") as folder:
-            yield _of_texts(wanted, chosen, texts, Path(folder))
-
-
-def _is_token_file(path: Path) -> bool:
-    return sidecar_of(path).is_file() or path.suffix in TOKEN_SUFFIXES
-
-
-def _check_options(wanted: Wanted, texts: list[Path]) -> None:
-    """Refuses options about texts where there are none."""
-    for name in ("text_field", "tokenizer", "eos"):
-        value = getattr(wanted, name)
-        if value is not None and not texts:
-            raise InputError(
-                f"`--{name.replace('_', '-')}` has no effect. Got {value!r} without a text in "
-                f"--data. Token files have their tokenizer beside them. Leave it out."
-            )
-    check_eos_is_used(wanted.tokenizer, wanted.eos)
-
-
-def check_eos_is_used(tokenizer: str | None, eos: str | None) -> None:
-    """Refuses `--eos` without `--tokenizer`."""
-    if eos is not None and tokenizer is None:
-        raise InputError(
-            f"`--eos` has no effect. Got {eos!r} without --tokenizer. The run's tokenizer "
-            f"has its own. Leave it out, or name a --tokenizer."
-        )
+            yield _of_texts(texts, text_field or "text", opened, chosen, Path(folder))
 
 
 def _of_run(chosen: Chosen) -> HeldOut:
@@ -132,7 +114,7 @@ def _of_token_files(chosen: Chosen, files: list[str]) -> HeldOut:
             f"{first.sidecar.tokenizer_sha256}, the model {known[0]} (None: bytes). Ids would mean "
             f"other text. Prepare the text with the model's tokenizer."
         )
-    trained = {part["digest"]: part["name"] for part in _trained_on(chosen)}
+    trained = {part["digest"] for part in chosen.saved.manifest.get("data", {}).get("train", [])}
     for part in source.parts():
         if part["digest"] in trained:
             notes.append(f"warning: {part['name']} is not held out: the run trained on it")
@@ -154,13 +136,14 @@ def _note_of_begins(source: JoinedSource, chosen: Chosen) -> list[str]:
     ]
 
 
-def _of_texts(wanted: Wanted, chosen: Chosen, texts: list[Path], folder: Path) -> HeldOut:
+def _of_texts(
+    texts: list[Path], text_field: str, tokenizer: Tokenizer, chosen: Chosen, folder: Path
+) -> HeldOut:
     """Writes texts as a token file, and opens it."""
-    tokenizer = open_tokenizer(wanted.tokenizer, wanted.eos, chosen)
     writer = BinWriter(folder / "texts.bin", tokenizer, "bytes")
     documents: list[tuple[str, int]] = []
     try:
-        for document in read_documents(texts, wanted.text_field or "text"):
+        for document in read_documents(texts, text_field):
             before = writer.num_bytes
             writer.add(document, tokenizer)
             documents.append((document.source, writer.num_bytes - before))
@@ -175,10 +158,6 @@ def _of_texts(wanted: Wanted, chosen: Chosen, texts: list[Path], folder: Path) -
     writer.finish()
     source = open_files([str(writer.path)], "bin", model_vocab=chosen.cfg.model.vocab_size)
     return HeldOut(source, list(map(str, texts)), documents)
-
-
-def _trained_on(chosen: Chosen) -> list[dict[str, str]]:
-    return chosen.saved.manifest.get("data", {}).get("train", [])
 
 
 def describe_training(chosen: Chosen) -> Described | None:
@@ -216,7 +195,11 @@ def open_tokenizer(named: str | None, eos: str | None, chosen: Chosen) -> Tokeni
     """
     if named is not None:
         return FileTokenizer(Path(named), eos)
-    check_eos_is_used(named, eos)
+    if eos is not None:
+        raise InputError(
+            f"`--eos` has no effect. Got {eos!r} without --tokenizer. The run's tokenizer has its "
+            f"own. Leave it out, or name a --tokenizer."
+        )
     beside = tokenizer_beside_weights(chosen)
     if beside is not None and chosen.saved.step == 0:
         return FileTokenizer(beside)

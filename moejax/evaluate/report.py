@@ -35,8 +35,8 @@ class Result:
         except OverflowError:
             return math.inf
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the object that --json prints; numbers that are not finite are null."""
+    def to_json(self) -> str:
+        """Returns the text that --json prints; numbers that are not finite are null."""
         totals = {
             "checkpoint": self.checkpoint,
             "step": self.step,
@@ -59,12 +59,8 @@ class Result:
                 }
                 for document in self.documents
             ]
-        return {name: _finite(value) for name, value in totals.items()}
-
-
-def print_json(result: Result) -> None:
-    """Prints one JSON object."""
-    print(json.dumps(result.to_dict(), indent=1, allow_nan=False))
+        finite = {name: _finite(value) for name, value in totals.items()}
+        return json.dumps(finite, indent=1, allow_nan=False)
 
 
 def print_tables(result: Result, console: Console) -> None:

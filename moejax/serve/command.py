@@ -65,11 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--prompts", metavar="FILE", help="texts to continue: lines of a file that are not blank"
     )
     add("--chat", action="store_true", help="prompts are messages of a user; show the answers")
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="a Jinja template (default: the model's)",
-    )
+    add("--chat-template", metavar="FILE", help="a Jinja template (default: the model's)")
     add("--tokens", type=int, default=128, metavar="N", help="most tokens of each (default: 128)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")

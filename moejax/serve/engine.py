@@ -141,14 +141,12 @@ class Engine:
         """
         stacks = (self.stored.abstract.params, self.stored.abstract.frozen)
         largest = max(map(local_bytes, jax.tree.leaves(stacks)))
-        return max(self._cache_bytes(), largest)
-
-    def _cache_bytes(self) -> int:
         layout = self._layout
         shards = layout.size(layout.token_axes)
         shards *= 1 if self.train_step.cfg.model.is_latent else layout.size(layout.tensor)
         cache = self.abstract()[2].cache
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache)) // shards
+        whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        return max(whole // shards, largest)
 
     @property
     def _layout(self) -> Layout:

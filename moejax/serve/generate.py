@@ -39,10 +39,14 @@ def generate(
     Raises:
       RunError: if logits are not finite.
     """
-    _compile(engine, processes)
-    rows = engine.batch_shape[0]
-    for first in range(0, len(prompts), rows):
-        yield from _batch(engine, state, prompts[first : first + rows], first, tokens, stops)
+    if processes.count > 1:  # no process waits for another's compiler
+        weights, (padded_prompts, rows, made) = engine.train_step.abstract, engine.abstract()
+        processes.compile(engine.prefill, weights, padded_prompts)
+        processes.compile(engine.decode, weights, rows, made.cache)
+        processes.compile(engine.draw, made.logit_BV, rows)
+    batch = engine.batch_shape[0]
+    for first in range(0, len(prompts), batch):
+        yield from _batch(engine, state, prompts[first : first + batch], first, tokens, stops)
 
 
 def _batch(
@@ -95,14 +99,3 @@ def padded(
     last_B = token_BT[np.arange(shape[0]), length_B - 1]
     number_B = np.arange(first, first + shape[0], dtype=np.int32)
     return Prompts(token_BT, length_B), Rows(last_B, length_B - 1, number_B)
-
-
-def _compile(engine: Engine, processes: Processes) -> None:
-    """Compiles all functions, so that no process waits for another's compiler."""
-    if processes.count == 1:
-        return
-    state = engine.train_step.abstract
-    prompts, rows, made = engine.abstract()
-    processes.compile(engine.prefill, state, prompts)
-    processes.compile(engine.decode, state, rows, made.cache)
-    processes.compile(engine.draw, made.logit_BV, rows)

@@ -134,11 +134,7 @@ class LoadedModel:
         return self._engines.setdefault(key, engine)
 
     def _checked(self, token_ids: ArrayLike) -> np.ndarray:
-        """Returns ids as [B, T].
-
-        Raises:
-          InputError: if they are no ids of the vocabulary.
-        """
+        """Returns ids as [B, T]."""
         rule = "Ids are one list of whole numbers, or several lists of one length."
         try:
             ids = np.asarray(token_ids)

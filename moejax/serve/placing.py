@@ -16,6 +16,13 @@ from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import ALONE, Processes
 from moejax.runtime.start import platform_of, start
 
+# Settings of the forward pass that generation decides by itself, and why.
+DECIDED = {
+    "moe.capacity_factor": "Experts take all tokens where texts are generated, so that no text "
+    "depends on others",
+    "model.scan_layers": "Texts are generated with each layer's weights apart",
+}
+
 
 class Placed(NamedTuple):
     """The config, mesh and platform of a model on devices."""
@@ -46,15 +53,7 @@ def without_stages(cfg: Config) -> Config:
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-    """Refuses settings of the forward pass that generation decides by itself."""
-    given = parse_overrides(overrides)
-    if "moe.capacity_factor" in given:
-        raise InputError(
-            "`moe.capacity_factor` has no effect. Experts take all tokens where texts are "
-            "generated, so that no text depends on others. Leave it out."
-        )
-    if "model.scan_layers" in given:
-        raise InputError(
-            "`model.scan_layers` has no effect. Texts are generated with each layer's weights "
-            "apart. Leave it out."
-        )
+    """Refuses settings of DECIDED."""
+    for name in parse_overrides(overrides):
+        if name in DECIDED:
+            raise InputError(f"`{name}` has no effect. {DECIDED[name]}. Leave it out.")

@@ -1,19 +1,67 @@
 """Texts to prompts, and tokens back to texts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moejax.config.schema import Config
+from moejax.data.named_tokens import ids_in, read_settings
+from moejax.data.prepare.chat import ends_of_answers
+from moejax.data.prepare.chat_template import CLOSE, OPEN, ChatTemplate, load_template
+from moejax.data.prepare.control_tokens import ControlEncoder
+from moejax.data.prepare.rows import BadRowError
 from moejax.data.sidecar import sidecar_of
 from moejax.data.tokenizer import Tokenizer, begin_of_document, load_library
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen, tokenizer_beside_weights
 from moejax.evaluate.held_out import describe_training, open_tokenizer, tokenizer_that_came
-from moejax.hf.files import SMALL_BYTES, read_json
 from moejax.hf.origin import GENERATION, origin_of, read_config
-from moejax.serve.chat import ChatPrompts, open_chat, written_as
+
+
+class ChatPrompts:
+    """Turns a user's message into the ids after which a model answers.
+
+    Attributes:
+      stops: ids of the control token that the template writes behind an answer; empty if there is
+        none.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Path | None):
+        """Takes the model's chat template and its tokenizer.json; None for bytes."""
+        self._template, self._encoder = template, ControlEncoder(tokenizer)
+        with self._naming_the_prompt():
+            self.stops = ends_of_answers(template, self._encoder)
+
+    def encode(self, message: str) -> list[int]:
+        """Returns the ids of a user's message and of the template's request for an answer.
+
+        Raises:
+          InputError: if the message spells a control token, or the template does not take it.
+        """
+        for name in sorted(name for name in (*self._encoder.controls, OPEN, CLOSE) if name):
+            if name in message:
+                raise InputError(
+                    f"control token stands in a prompt. {message[:40]!r} holds {name!a}. Only the "
+                    f"chat template writes these. Take it out."
+                )
+        messages = [{"role": "user", "content": message}]
+        with self._naming_the_prompt():
+            text = self._template.render(messages, None, "prompt", prompt=True).text
+        return self._encoder.encode(text).token_N.tolist()
+
+    @contextmanager
+    def _naming_the_prompt(self) -> Iterator[None]:
+        """Turns errors about rows of a file into errors about a prompt."""
+        try:
+            yield
+        except BadRowError as error:
+            raise InputError(
+                f"chat template does not take a prompt. {self._template.name} says: "
+                f"{error.__cause__}. It is given one message of a user. Name another template with "
+                f"--chat-template, or leave --chat out and write the prompt whole."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -82,8 +130,8 @@ def open_vocabulary(
     stops = {opened.eos_id}
     # Ids of the weights' own tokenizer, which token files of another one would give other meanings.
     if came is not None or tokenizer_beside_weights(chosen) is None:
-        generation = {} if origin is None else _read_optional(origin / GENERATION)
-        stops |= _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+        generation = {} if origin is None else read_settings(origin / GENERATION)
+        stops.update(*(ids_in(one.get("eos_token_id")) for one in (config, generation)))
     allowed = min(opened.vocab_size, chosen.cfg.model.vocab_size)
     prompts = None
     if chat:
@@ -94,11 +142,7 @@ def open_vocabulary(
 
 
 def _open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> ChatPrompts:
-    """Opens the chat template of the command line, of the run's conversations, or of the weights.
-
-    Raises:
-      InputError: if there is none, or it is damaged.
-    """
+    """Opens the chat template of the command line, of the run's conversations, or of the weights."""
     beside, described = tokenizer_beside_weights(chosen), describe_training(chosen)
     path = tokenizer_that_came(chosen)
     if tokenizer is not None:
@@ -108,10 +152,12 @@ def _open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> C
     is_as_it_came = beside is not None and chosen.saved.step == 0
     form = None if described is None or is_as_it_came else described.sidecar.chat
     if described is not None and form is not None and tokenizer is None and template is None:
-        return written_as(form, path, str(sidecar_of(described.path)))
+        written_by = ChatTemplate(form.template, str(sidecar_of(described.path)), form.tokens)
+        return ChatPrompts(written_by, path)
     file = None if template is None else Path(template)
     # Beside token files is a copy of the tokenizer, without a template.
-    return open_chat(path, path if tokenizer is not None else beside or path, file)
+    home = path if tokenizer is not None else beside or path
+    return ChatPrompts(load_template(home, file), path)
 
 
 def read_prompts(text: str | None, file: str | None) -> list[str]:
@@ -179,13 +225,3 @@ def encode_prompts(
             f"{cfg.data.sequence_length}"
         ]
     return prompts, []
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path, SMALL_BYTES) if path.is_file() else {}
-
-
-def _ids(value: Any) -> set[int]:
-    """The ids of a configuration's entry: one, several, or none."""
-    values = value if isinstance(value, list) else [value]
-    return {value for value in values if type(value) is int}

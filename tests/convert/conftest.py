@@ -24,6 +24,30 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
+def done(command):
+    """Runs the command, which must succeed. Returns the lines of stderr."""
+
+    def run(*words):
+        code, lines = command(*words)
+        assert code == 0, lines
+        return lines
+
+    return run
+
+
+@pytest.fixture
+def failed(command):
+    """Runs the command, which must refuse its input. Returns the only line."""
+
+    def run(*words):
+        code, lines = command(*words)
+        assert (code, len(lines)) == (2, 1), lines
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
 def model(tmp_path):
     """Writes a golden model's folder `model`, with a tokenizer's files beside the weights."""
 

@@ -49,13 +49,12 @@ def read_arrays(path, cfg):
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_an_export_has_the_weights_that_the_run_computes_with(command, tmp_path, family):
+def test_an_export_has_the_weights_that_the_run_computes_with(done, tmp_path, family):
     name, mesh = CASES[family]
     rounded = {"base_dtype": "bfloat16"} if family == "mixtral" else {}
     base = golden_folder(tmp_path / "base", cases_of(family)[name])
     train_step, state = write_run(tmp_path / "run", base, mesh, **rounded)
-    code, lines = command("export", "run", "--out", "out", "--dtype", "float32")
-    assert code == 0, lines
+    lines = done("export", "run", "--out", "out", "--dtype", "float32")
     assert any("adapters added to" in line for line in lines)
     found = read_arrays(tmp_path / "out", train_step.cfg)
     wanted = added(train_step, state)
@@ -67,12 +66,11 @@ def test_an_export_has_the_weights_that_the_run_computes_with(command, tmp_path,
     assert len(changed) >= len(flat(state.params)) // 2, "adapters of nothing were added"
 
 
-def test_adapters_alone_are_what_is_added(command, tmp_path):
+def test_adapters_alone_are_what_is_added(done, tmp_path):
     folder = golden_folder(tmp_path / "base", cases_of("mixtral")["even, llama3 positions"])
     write_run(tmp_path / "run", folder, MeshConfig(fsdp=2, tensor=2))
-    assert command("export", "run", "--out", "out", "--dtype", "float32")[0] == 0
-    code, lines = command("export", "run", "--out", "adapter", "--adapter")
-    assert code == 0, lines
+    done("export", "run", "--out", "out", "--dtype", "float32")
+    done("export", "run", "--out", "adapter", "--adapter")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -92,7 +90,7 @@ def test_adapters_alone_are_what_is_added(command, tmp_path):
     assert len(factors) == 2 * (len(config["target_modules"]) + len(config["target_parameters"]))
 
 
-def test_a_chat_template_goes_with_adapters(command, tmp_path):
+def test_a_chat_template_goes_with_adapters(done, tmp_path):
     folder = golden_folder(tmp_path / "base", cases_of("mixtral")["window, top 1"])
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
@@ -101,55 +99,50 @@ def test_a_chat_template_goes_with_adapters(command, tmp_path):
     assert prepare.main([*map(str, words), "--eval-fraction", "0"]) == 0
     files = (str(tmp_path / "t.train.bin"),)
     write_run(tmp_path / "run", folder, MeshConfig(), train_files=files)
-    code, lines = command("export", "run", "--out", "adapter", "--adapter")
-    assert code == 0, lines
+    done("export", "run", "--out", "adapter", "--adapter")
     assert (tmp_path / "adapter/chat_template.jinja").read_text() == template.read_text()
     assert (tmp_path / "adapter/tokenizer.json").is_file(), "of bytes"
 
 
-def test_frozen_weights_that_moved_are_named(command, tmp_path):
+def test_frozen_weights_that_moved_are_named(done, failed, tmp_path):
     folder = golden_folder(tmp_path / "base", cases_of("mixtral")["window, top 1"])
     write_run(tmp_path / "run", folder, MeshConfig())
     shutil.move(tmp_path / "base", tmp_path / "moved")
-    code, lines = command("export", "run", "--out", "out")
-    assert (code, len(lines)) == (2, 1)
-    assert "Name them: --config.checkpoint.init_from=DIR" in lines[0]
+    line = failed("export", "run", "--out", "out")
+    assert "Name them: --config.checkpoint.init_from=DIR" in line
     words = ("export", "run", "--out", "out", "--config.checkpoint.init_from=moved")
-    assert command(*words)[0] == 0
+    done(*words)
     weights = load_file("moved/model.safetensors")
     weights["lm_head.weight"] += 1
     save_file(weights, "moved/model.safetensors", metadata={"format": "pt"})
-    code, lines = command(*words[:3], "out2", words[-1])
-    assert (code, len(lines)) == (2, 1)
-    assert "base weights differ" in lines[0]
+    line = failed(*words[:3], "out2", words[-1])
+    assert "base weights differ" in line
     assert not (tmp_path / "out2").exists()
 
 
-def test_a_second_import_is_the_base_of_adapters_on_the_first(command, tmp_path):
+def test_a_second_import_is_the_base_of_adapters_on_the_first(done, failed, tmp_path):
     folder = golden_folder(tmp_path / "base", cases_of("mixtral")["window, top 1"])
     imported = ("import", folder, "--out", "imported")
-    assert command(*imported)[0] == 0
+    done(*imported)
     write_run(tmp_path / "run", folder, MeshConfig(), weights=tmp_path / "imported")
-    assert command("export", "run", "--out", "first")[0] == 0
+    done("export", "run", "--out", "first")
     shutil.rmtree("imported")
-    assert command(*imported)[0] == 0
-    code, lines = command("export", "run", "--out", "second")
-    assert code == 0, lines
+    done(*imported)
+    done("export", "run", "--out", "second")
     first, second = (load_file(f"{name}/model.safetensors") for name in ("first", "second"))
     assert {name: x.tobytes() for name, x in first.items()} == {
         name: x.tobytes() for name, x in second.items()
     }
     shutil.rmtree("imported")
-    assert command(*imported, "--dtype", "bfloat16")[0] == 0
-    code, lines = command("export", "run", "--out", "third")
-    assert (code, len(lines)) == (2, 1)
-    assert "base weights differ" in lines[0]
+    done(*imported, "--dtype", "bfloat16")
+    line = failed("export", "run", "--out", "third")
+    assert "base weights differ" in line
 
 
-def test_adapters_on_an_import_and_of_multi_token_prediction(command, tmp_path):
+def test_adapters_on_an_import_and_of_multi_token_prediction(done, tmp_path):
     folder = ahead_folder(tmp_path / "base")
     words = ("import", folder, "--out", "imported", "--config.model.predict_ahead=1")
-    assert command(*words)[0] == 0
+    done(*words)
     write_run(
         tmp_path / "run",
         folder,
@@ -158,14 +151,13 @@ def test_adapters_on_an_import_and_of_multi_token_prediction(command, tmp_path):
         weights=tmp_path / "imported",
         predict_ahead=1,
     )
-    assert command("export", "run", "--out", "out", "--dtype", "float32")[0] == 0
+    done("export", "run", "--out", "out", "--dtype", "float32")
     base, whole = read_all(folder), read_all(tmp_path / "out")
     assert set(whole) == set(base)
     for layer in "12":  # the last one predicts ahead
         name = f"model.layers.{layer}.self_attn.o_proj.weight"
         assert np.abs(whole[name] - base[name]).max() > 0.01
-    code, lines = command("export", "run", "--out", "adapter", "--adapter")
-    assert code == 0, lines
+    lines = done("export", "run", "--out", "adapter", "--adapter")
     assert any(
         "adapters of " in line and "left out those of multi-token prediction (" in line
         for line in lines
@@ -177,22 +169,19 @@ def test_adapters_on_an_import_and_of_multi_token_prediction(command, tmp_path):
     named = [*config["target_modules"], *config["target_parameters"]]
     assert {name.split(".")[2] for name in named} == {"0", "1"}
     shutil.rmtree(folder)
-    code, lines = command("export", "run", "--out", "alone", "--adapter")
-    assert code == 0, lines
+    lines = done("export", "run", "--out", "alone", "--adapter")
     assert any("It names no base" in line and "moejax hf export" in line for line in lines)
     config = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None
 
 
-def test_what_has_no_effect_on_an_export_is_refused(command, tmp_path, model):
-    code, lines = command("import", model(), "--out", "imported")
-    assert code == 0, lines
+def test_what_has_no_effect_on_an_export_is_refused(done, failed, tmp_path, model):
+    done("import", model(), "--out", "imported")
     for words, message in (
         (["--adapter"], "no adapters in"),
         (["--config.train.num_steps=3"], "`train.num_steps` has no effect"),
         (["--config.checkpoint.init_from=model"], "`checkpoint.init_from` has no effect"),
     ):
-        code, lines = command("export", "imported", "--out", "out", *words)
-        assert (code, len(lines)) == (2, 1), lines
-        assert message in lines[0]
+        line = failed("export", "imported", "--out", "out", *words)
+        assert message in line
         assert not (tmp_path / "out").exists()

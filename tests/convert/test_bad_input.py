@@ -2,8 +2,8 @@
 
 import json
 
-import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from moejax.config.fields import change
 from moejax.convert import exporting, importing
@@ -14,11 +14,10 @@ from tests.hf.golden import cases_of
 from tests.hf.random_models import write_file
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.13.w1.weight"
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
-def refused(command, tmp_path, monkeypatch):
+def refused(failed, tmp_path, monkeypatch):
     """Runs the command, which must say one line and leave nothing, before it reads weights."""
 
     def write_pieces(*_):
@@ -28,12 +27,10 @@ def refused(command, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(importing, "write_pieces", write_pieces)
             before = sorted(tmp_path.iterdir())
-            code, lines = command(*words)
-        assert code == 2, lines
-        assert len(lines) == 1, lines
-        assert lines[0].startswith("moejax: error: ")
+            line = failed(*words)
+        assert line.startswith("moejax: error: ")
         assert sorted(tmp_path.iterdir()) == before
-        return lines[0]
+        return line
 
     return run
 
@@ -46,16 +43,10 @@ def change_config(folder, **changes):
 
 CONFIGS = [
     ({"model_type": "llama"}, ["no family for `model_type` 'llama'", "mixtral"]),
-    ({"architectures": ["MixtralForSequenceClassification"]}, ["no family", "Classification"]),
-    ({"model_type": "absent"}, ["no family for `model_type` None"]),
     ({"hidden_act": "gelu"}, ["config.json: `hidden_act` is 'gelu'", "'silu' only"]),
-    ({"attention_dropout": 0.1}, ["`attention_dropout` is 0.1"]),
-    ({"router_jitter_noise": 0.5}, ["`router_jitter_noise` is 0.5"]),
-    ({"some_new_thing": 3}, ["`some_new_thing` = 3 is a key whose meaning"]),
     ({"hidden_size": "absent"}, ["`hidden_size` is missing"]),
     ({"hidden_size": "24"}, ["model.width", "integer"]),
     ({"num_experts_per_tok": 25}, ["moe.experts_per_token", "25"]),
-    ({"num_experts": 23}, ["keys disagree: `num_local_experts` is 24, `num_experts` is 23"]),
     ({"rope_parameters": {"rope_type": "longrope"}}, ["positions scale by 'longrope'"]),
     (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.5}},
@@ -79,8 +70,10 @@ def test_configs_that_cannot_be_computed_are_refused(refused, model, changes, fr
 
 
 def test_an_import_keeps_the_model(refused, model):
-    line = refused("import", model(), "--out", "imported", "--config.model.num_layers=1")
+    words = "--config.model.num_layers=1", "--config.model.norm_epsilon=1e-6"
+    line = refused("import", model(), "--out", "imported", *words)
     assert "model.num_layers: 2 -> 1" in line
+    assert "model.norm_epsilon: 1e-05 -> 1e-06" in line
     assert line.endswith("Leave these out; the written config may be changed later.")
 
 
@@ -90,17 +83,10 @@ def test_clipped_queries_are_refused(refused, model):
     assert "`clip_qkv` is 8.0" in refused("import", folder, "--out", "imported")
 
 
-def damage(change):
-    """Rewrites the only file of a folder, with its tensors changed."""
-
-    def apply(folder):
-        from safetensors.numpy import load_file
-
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        write_file(folder / "model.safetensors", tensors)
-
-    return apply
+def lose_a_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[EXPERT]
+    write_file(folder / "model.safetensors", tensors)
 
 
 def truncate(folder):
@@ -112,34 +98,14 @@ def pickled(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def outside(folder):
-    (folder / "model.safetensors").rename(folder.parent / "model" / "a.safetensors")
-    where = {"weight_map": {"a": "../../etc/passwd"}}
-    (folder / INDEX).write_text(json.dumps(where))
-
-
-FOLDERS = [
-    (damage(lambda t: t.pop(EXPERT)), [f"tensor {EXPERT} is missing", "(8, 24), found none"]),
-    (
-        damage(lambda t: t.update(extra=t[EXPERT])),
-        ["no parameter takes", "'extra' of shape (8, 24)"],
-    ),
-    (
-        damage(lambda t: t.update({EXPERT: np.ascontiguousarray(t[EXPERT].T)})),
-        [EXPERT, "Expected (8, 24), found (24, 8) (transposed)"],
-    ),
-    (damage(lambda t: t.update({EXPERT: t[EXPERT][:5]})), [EXPERT, "found (5, 24)"]),
-    (
-        damage(lambda t: t.update({EXPERT: t[EXPERT].astype(np.int64)})),
-        [f"tensor '{EXPERT}' has dtype I64"],
-    ),
-    (truncate, ["ends at byte", "the file has"]),
-    (pickled, ["weights are pickled", "pytorch_model.bin"]),
-    (outside, ["names the file '../../etc/passwd'"]),
-]
-
-
-@pytest.mark.parametrize(("change", "fragments"), FOLDERS)
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        (lose_a_tensor, [f"tensor {EXPERT} is missing", "(8, 24), found none"]),
+        (truncate, ["ends at byte", "the file has"]),
+        (pickled, ["weights are pickled", "pytorch_model.bin"]),
+    ],
+)
 def test_weights_that_do_not_fit_are_refused(refused, model, change, fragments):
     folder = model(files=1)
     change(folder)
@@ -148,71 +114,40 @@ def test_weights_that_do_not_fit_are_refused(refused, model, change, fragments):
         assert fragment in line
 
 
-def test_a_setting_of_the_model_cannot_be_overridden(refused, model):
-    line = refused("import", model(), "--out", "imported", "--config.model.norm_epsilon=1e-6")
-    assert "model.norm_epsilon: 1e-05 -> 1e-06" in line
-
-
-def test_an_unknown_setting_is_refused(refused, model):
-    line = refused("import", model(), "--out", "imported", "--config.train.steps=1")
-    assert "train.steps" in line
-
-
-def test_a_folder_that_is_not_there_is_refused(refused):
-    assert "no folder of weights. nowhere" in refused("import", "nowhere", "--out", "imported")
-
-
-def test_an_output_that_is_there_is_not_replaced(refused, model, tmp_path):
+def test_words_that_name_nothing_or_no_new_folder_are_refused(refused, model, tmp_path):
     folder = model()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert "output exists. --out full" in refused("import", folder, "--out", "full")
-    assert "--out new[1] cannot hold checkpoints" in refused("import", folder, "--out", "new[1]")
-    assert "output exists. --out full" in refused("export", "imported", "--out", "full")
+    for words, said in (
+        (["import", "nowhere", "--out", "imported"], "no folder of weights. nowhere"),
+        (["import", folder, "--out", "imported", "--config.train.steps=1"], "train.steps"),
+        (["import", folder, "--out", "full"], "output exists. --out full"),
+        (["import", folder, "--out", "new[1]"], "--out new[1] cannot hold checkpoints"),
+        (["import", folder, "--out", "."], "output has no name"),
+        (["import", folder, "--out", "/proc/imported"], "cannot be written"),
+        (["export", "imported", "--out", "full"], "output exists. --out full"),
+        (["export", "nowhere", "--out", "exported"], "no finished checkpoint"),
+    ):
+        assert said in refused(*words)
 
 
-def test_an_output_without_a_name_is_refused(refused, model):
-    assert "output has no name" in refused("import", model(), "--out", ".")
-
-
-def test_an_output_that_cannot_be_written_is_refused(refused, model):
-    assert "cannot be written" in refused("import", model(), "--out", "/proc/imported")
-
-
-def test_a_run_without_a_checkpoint_is_refused(refused, tmp_path):
-    assert "no finished checkpoint" in refused("export", "nowhere", "--out", "exported")
-
-
-@pytest.fixture
-def imported(command, model, tmp_path):
-    assert command("import", model(), "--out", "imported")[0] == 0
-    return tmp_path / "imported"
-
-
-def test_a_step_that_is_not_there_is_refused(refused, imported):
+def test_exports_of_what_is_not_there_or_damaged_are_refused(done, refused, model, tmp_path):
+    done("import", model(), "--out", "imported")
+    imported = tmp_path / "imported"
     line = refused("export", imported, "--out", "exported", "--step", 3)
     assert "no finished checkpoint" in line
     assert "imported/3" in line
-
-
-def test_a_damaged_checkpoint_is_refused(refused, imported):
-    file = max((p for p in (imported / "0" / "weights").rglob("*") if p.is_file()), key=size)
+    line = refused("export", imported, "--out", "exported", "--family", "llama")
+    assert "no family 'llama'. Known: mixtral" in line
+    files = [path for path in (imported / "0" / "weights").rglob("*") if path.is_file()]
+    file = max(files, key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
     assert "checkpoint is damaged" in refused("export", imported, "--out", "exported")
 
 
-def size(path):
-    return path.stat().st_size
-
-
-def test_an_unknown_family_is_refused(refused, imported):
-    line = refused("export", imported, "--out", "exported", "--family", "llama")
-    assert "no family 'llama'. Known: mixtral" in line
-
-
-def test_nothing_is_left_when_the_work_fails(command, model, tmp_path, monkeypatch):
+def test_nothing_is_left_when_the_work_fails(command, model, tmp_path, monkeypatch, done):
     folder = model()
 
     def fail(*_, **__):
@@ -223,16 +158,16 @@ def test_nothing_is_left_when_the_work_fails(command, model, tmp_path, monkeypat
     assert (code, lines[-1]) == (2, "moejax: error: the device is on fire")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    assert command("import", folder, "--out", "imported")[0] == 0
+    done("import", folder, "--out", "imported")
     monkeypatch.setattr(exporting, "write_weights", fail)
     assert command("export", "imported", "--out", "exported")[0] == 2
     assert {path.name for path in tmp_path.iterdir()} == {"model", "imported"}
 
 
-def test_what_a_killed_conversion_left_is_no_obstacle(command, model, tmp_path):
+def test_what_a_killed_conversion_left_is_no_obstacle(done, model, tmp_path):
     (tmp_path / "imported.partial").mkdir()
     (tmp_path / "imported.partial" / "half").touch()
-    assert command("import", model(), "--out", "imported")[0] == 0
+    done("import", model(), "--out", "imported")
     assert not (tmp_path / "imported.partial").exists()
     assert not (tmp_path / "imported" / "half").exists()
 
@@ -263,12 +198,3 @@ def test_a_family_that_cannot_hold_a_model_is_told_in_whole_sentences():
             exporting.choose_family(cfg, {}, family)
         assert "Both must be numbers above 0" in str(raised.value)
         assert ".." not in str(raised.value)
-
-
-def test_a_pattern_of_blocks_that_trains_is_exported():
-    """Experts at 3 and 5 were refused as a pattern that moejax has not."""
-    case = cases_of("qwen3_moe")["even, window, tied"]["config"]
-    cfg = from_settings(family_named("qwen3_moe").read(case))
-    own = {"model.num_layers": 6, "model.first_dense_layers": 2, "model.moe_every": 2}
-    _, config = exporting.choose_family(change(cfg, own), {}, "qwen3_moe")
-    assert (config["decoder_sparse_step"], config["mlp_only_layers"]) == (1, [0, 1, 2, 4])

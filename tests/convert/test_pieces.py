@@ -1,7 +1,6 @@
 """An import a piece at a time: which pieces there are, and the digest of their numbers."""
 
 import errno
-import math
 import os
 import threading
 import time
@@ -11,35 +10,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from moejax.checkpoint import arrays as stored
-from moejax.checkpoint.arrays import PIECE_BYTES, NewArray, PieceWriter, StoredWeights
+from moejax.checkpoint.arrays import NewArray, PieceWriter, StoredWeights
 from moejax.checkpoint.manifest import digest_of_pieces, read_manifest, weights_digest
 from moejax.config.load import load_config
-from moejax.convert.importing import new_arrays
-from moejax.convert.pieces import write_pieces
+from moejax.convert.importing import new_arrays, write_pieces
 from moejax.hf import in_flight
 from moejax.runtime.processes import ALONE
 from tests.convert.test_command import assert_same_tensors, tensors_of
 from tests.hf.random_models import write_file
 
 BLOCK = "params.groups.0.blocks.0."
-
-
-@pytest.mark.parametrize(
-    ("array", "piece"),
-    [
-        (NewArray("counter", (), "int32"), ()),
-        (NewArray("params.norm.scale", (7168,), "float32"), (7168,)),
-        (NewArray("params.embedding.table", (129280, 7168), "float32"), (4040, 3584)),
-        (NewArray("params.embedding.table", (32001, 1024), "float32"), (16001, 1024)),
-        (NewArray(f"{BLOCK}attention_norm.scale", (4, 64), "float32"), (4, 64)),
-        (NewArray(f"{BLOCK}attention.w_o", (4, 16, 64, 128), "float32"), (1, 16, 64, 128)),
-        (NewArray(f"{BLOCK}moe.w_in", (4, 16, 8, 2, 4), "bfloat16"), (1, 1, 8, 2, 4)),
-        (NewArray(f"{BLOCK}moe.w_in", (58, 256, 7168, 2, 2048), "float32"), (1, 1, 3584, 2, 2048)),
-    ],
-)
-def test_pieces_are_of_a_layer_and_an_expert_and_not_large(array, piece):
-    assert array.piece == piece
-    assert math.prod(piece) * np.dtype(array.dtype).itemsize <= PIECE_BYTES
 
 
 def test_pieces_hold_each_number_once(monkeypatch):
@@ -52,23 +32,18 @@ def test_pieces_hold_each_number_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("mixtral", "even, llama3 positions"),
-        ("deepseek_v3", "even, groups, yarn"),
-        ("gpt_oss", "even"),
-    ],
+    ("family", "name"), [("deepseek_v3", "even, groups, yarn"), ("gpt_oss", "even")]
 )
 def test_small_pieces_in_many_files_are_the_same_weights(
-    command, model, tmp_path, monkeypatch, family, name
+    done, model, tmp_path, monkeypatch, family, name
 ):
     folder = model(family, name)
     monkeypatch.setattr(stored, "PIECE_BYTES", 1000)
     monkeypatch.setattr(stored, "FILE_BYTES", 20_000)
-    assert command("import", folder, "--out", "imported")[0] == 0
+    done("import", folder, "--out", "imported")
     files = (tmp_path / "imported" / "0" / "weights" / "ocdbt.process_0" / "d").iterdir()
     assert sum(file.stat().st_size > 15_000 for file in files) >= 5
-    assert command("export", "imported", "--out", "exported", "--dtype", "float32")[0] == 0
+    done("export", "imported", "--out", "exported", "--dtype", "float32")
     assert_same_tensors(tmp_path / "exported", tensors_of(folder))
 
 
@@ -96,15 +71,15 @@ def digest_of(tmp_path, name):
     return weights_digest(read_manifest(tmp_path / name / "0"))
 
 
-def test_a_second_import_has_the_digest_of_the_first(command, model, tmp_path):
+def test_a_second_import_has_the_digest_of_the_first(done, model, tmp_path):
     """Which tells runs with adapters whether their frozen weights are the same."""
     folder = model()
     for name in ("first", "second"):
-        assert command("import", folder, "--out", name)[0] == 0
+        done("import", folder, "--out", name)
     first, second = (read_manifest(tmp_path / name / "0") for name in ("first", "second"))
     assert first["files"] != second["files"], "their names are drawn"
     assert weights_digest(first) == weights_digest(second)
-    assert command("import", folder, "--out", "narrow", "--dtype", "bfloat16")[0] == 0
+    done("import", folder, "--out", "narrow", "--dtype", "bfloat16")
     assert digest_of(tmp_path, "narrow") != weights_digest(first)
     path = sorted(folder.glob("*.safetensors"))[-1]
     tensors = load_file(path)
@@ -112,12 +87,12 @@ def test_a_second_import_has_the_digest_of_the_first(command, model, tmp_path):
     tensors[last] = tensors[last].copy()
     tensors[last].reshape(-1)[-1] += 1
     write_file(path, tensors)
-    assert command("import", folder, "--out", "changed")[0] == 0
+    done("import", folder, "--out", "changed")
     assert digest_of(tmp_path, "changed") != weights_digest(first)
 
 
-def test_the_digest_is_that_of_the_numbers_in_the_checkpoint(command, model, tmp_path):
-    assert command("import", model(), "--out", "imported")[0] == 0
+def test_the_digest_is_that_of_the_numbers_in_the_checkpoint(done, model, tmp_path):
+    done("import", model(), "--out", "imported")
     weights, sums = StoredWeights(tmp_path / "imported" / "0"), []
     cfg = load_config(tmp_path / "imported" / "config.json")
     for path, array in new_arrays(cfg, "float32").items():
@@ -127,12 +102,6 @@ def test_the_digest_is_that_of_the_numbers_in_the_checkpoint(command, model, tmp
             sums.append(array.digest(part, values[tuple(slice(*bounds) for bounds in part)]))
     assert digest_of_pieces(sums) == digest_of(tmp_path, "imported")
     assert digest_of_pieces(reversed(sums)) == digest_of_pieces(sums)
-
-
-def test_checkpoints_without_a_digest_of_numbers_have_that_of_their_files():
-    manifest = {"files": {"weights/d/1": {"bytes": 1, "sha256": "a"}}}
-    other = {"files": {"weights/d/2": {"bytes": 1, "sha256": "a"}}}
-    assert weights_digest(manifest) != weights_digest(other)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(command, model, tmp_path, monkeypatch):
@@ -147,9 +116,3 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(command, model, tmp_path, mo
     assert len([line for line in lines if "no space left for the checkpoint" in line]) == 1
     assert not (tmp_path / "imported").exists()
     assert not (tmp_path / "imported.partial").exists()
-
-
-def test_stores_are_not_left(command, model, tmp_path):
-    assert command("import", model(), "--out", "imported")[0] == 0
-    names = sorted(path.name for path in (tmp_path / "imported").iterdir())
-    assert names == ["0", "config.json", "hf"]

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from moejax.checkpoint.manifest import read_manifest, weights_digest
 from moejax.convert.command import main
+from tests.convert.test_command import assert_same_tensors, one_step, tensors_of
 from tests.hf.golden import cases_of, golden_folder
 from tests.integration.runs import REPOSITORY, write_tokens
 from tests.integration.test_several_processes import assert_one_line_each
@@ -99,13 +100,8 @@ def test_two_processes_export_what_one_does(alone, dtype):
     assert code == 0, out
     files = sorted(path.name for path in (alone / f"two-{dtype}").glob("*.safetensors"))
     assert len(files) == (2 if dtype == "bfloat16" else 3)
-    found = {}
-    for name in files:
-        found |= load_file(alone / f"two-{dtype}" / name)
     wanted = load_file(alone / f"alone-{dtype}" / "model.safetensors")
-    assert set(found) == set(wanted)
-    for name, values in wanted.items():
-        assert found[name].tobytes() == values.tobytes(), name
+    assert_same_tensors(alone / f"two-{dtype}", wanted)
     assert (alone / f"two-{dtype}" / "model.safetensors.index.json").is_file()
 
 
@@ -116,21 +112,8 @@ def test_two_processes_begin_with_a_folder(place):
     golden_folder(place / "olmoe", cases_of("olmoe")["top 3"])
     code, out = run(place, "import", "olmoe", "--out", "imported-olmoe")
     assert code == 0, out
-    settings = {
-        "init_from": "olmoe",
-        "run_dir": "run",
-        "data.train_files": write_tokens(place / "tokens.bin"),
-        "data.eval_files": "",
-        "data.sequence_length": 16,
-        "optimizer.learning_rate": 0,
-        "optimizer.warmup_steps": 0,
-        "train.batch_sequences": 4,
-        "train.num_steps": 1,
-        "train.sample_tokens": 0,
-        "plan": "hand",
-        "mesh.fsdp": 4,
-    }
-    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    more = {"init_from": "olmoe", "train.batch_sequences": 4, "mesh.fsdp": 4}
+    flags = one_step(write_tokens(place / "tokens.bin"), "run", **more)
     code, out = launch(
         place, "-m", "moejax.train", "--config", "imported-olmoe/config.json", *flags
     )
@@ -138,13 +121,7 @@ def test_two_processes_begin_with_a_folder(place):
     assert "weights from olmoe" in out
     code, out = run(place, "export", "run", "--out", "exported-olmoe", "--dtype", "float32")
     assert code == 0, out
-    found = {}
-    for path in (place / "exported-olmoe").glob("*.safetensors"):
-        found |= load_file(path)
-    wanted = load_file(place / "olmoe" / "model.safetensors")
-    assert set(found) == set(wanted)
-    for name, values in wanted.items():
-        assert found[name].tobytes() == values.tobytes(), name
+    assert_same_tensors(place / "exported-olmoe", tensors_of(place / "olmoe"))
 
 
 @pytest.mark.slow

@@ -3,31 +3,17 @@
 import json
 
 import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moejax.checkpoint.find import Saved
 from moejax.config.schema import DataConfig
-from moejax.convert.texts import (
-    bytes_tokenizer,
-    special_ids,
-    texts_of,
-    without_code,
-    write_generation,
-    write_texts,
-)
+from moejax.convert.texts import special_ids, texts_of, without_code, write_generation, write_texts
 from moejax.data.prepare import command as prepare
 from moejax.data.prepare.chat_template import load_template
-from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, load_library
+from moejax.data.tokenizer import FileTokenizer, load_library
 from moejax.errors import InputError
 from tests.data.chats import CHATML, CLOSED, INST, ONE, write_model
 
-LIBRARY = tokenizers.Tokenizer.from_str(json.dumps(bytes_tokenizer()))
 BASE = {"bos_token_id": 7, "eos_token_id": 8}  # of a family that the weights came from
 
 
@@ -55,14 +41,6 @@ def exported(tmp_path, data, origin=None, step=5, config=None):
 
 def read(folder, name):
     return json.loads((folder / name).read_text())
-
-
-@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])))
-def test_the_tokenizer_of_bytes_gives_bytes(text):
-    ids = LIBRARY.encode(text, add_special_tokens=False).ids
-    assert ids == ByteTokenizer().encode(text)
-    assert LIBRARY.decode(ids) == text
-    assert LIBRARY.token_to_id("<|endoftext|>") == ByteTokenizer.eos_id
 
 
 def test_a_model_of_bytes_has_a_tokenizer_that_begins_texts_as_its_documents_begin(tmp_path):

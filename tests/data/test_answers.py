@@ -6,15 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-
 from moejax.data.marks import BEGIN, CONTEXT, TARGET
 from moejax.data.prepare.answers import ChatEncoder
 from moejax.data.prepare.chat_template import ChatTemplate, load_template
-from moejax.data.prepare.control_tokens import ByteEncoder, FileEncoder
+from moejax.data.prepare.control_tokens import ControlEncoder
 from moejax.data.prepare.conversations import conversation_of
-from moejax.data.prepare.rows import BadRowError, Line
+from moejax.data.prepare.rows import BadRowError, Row
 from moejax.errors import InputError
 from tests.data.chats import (
     BYTES,
@@ -36,30 +33,27 @@ def models(tmp_path_factory):
     return {name: write_model(folder / name, name) for name in TOKENIZERS}
 
 
-def conversation(messages):
-    return conversation_of(Line(json.dumps({"messages": messages}).encode(), "x.jsonl, line 1"))
-
-
-def encode(path, template, messages, answers="all"):
-    """The document of a conversation, and its targets as texts of tokens, run by run."""
-    variables = load_template(path, _as_file(path, template))
-    encoder = ChatEncoder(variables, FileEncoder(path), answers)
-    document = encoder.encode(conversation(messages))
-    return document, _runs(path, document)
-
-
-def _as_file(path, template):
+def opened(path, template):
+    """A template, with the names of the tokenizer's control tokens."""
     file = path.with_name("template.jinja")
     file.write_text(template, encoding="utf-8")
-    return file
+    return load_template(path, file)
 
 
-def _runs(path, document):
-    library = FileEncoder(path)._library
+def encode(path, template, row, answers="all"):
+    """The document of messages or a row, and its targets as texts of tokens, run by run."""
+    row = row if isinstance(row, dict) else {"messages": row}
+    conversation = conversation_of(Row(json.dumps(row).encode(), "x.jsonl, line 1"))
+    encoder = ChatEncoder(opened(path, template), ControlEncoder(path), answers)
+    document = encoder.encode(conversation)
+    ended = document.token_N[document.mark_N == TARGET][-1] in encoder._encoder._ids
+    assert encoder.num_unended == (not ended)
+    library = encoder._encoder._library
     names = [library.id_to_token(int(id)) for id in document.token_N]
     ends = np.flatnonzero(np.diff(document.mark_N == TARGET)) + 1
     parts = np.split(np.arange(len(names)), ends)
-    return ["".join(names[i] for i in part) for part in parts if document.mark_N[part[0]] == TARGET]
+    runs = [part for part in parts if document.mark_N[part[0]] == TARGET]
+    return document, ["".join(names[i] for i in part) for part in runs]
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -73,8 +67,8 @@ def test_ids_and_tagged_answers_are_those_of_transformers(models, tokenizer, tem
     wanted = library.apply_chat_template(
         messages, chat_template=source, return_assistant_tokens_mask=template == "tagged"
     )
-    text = load_template(path, _as_file(path, source)).render(messages, None, "here").text
-    assert FileEncoder(path).encode(text).token_N.tolist() == wanted["input_ids"]
+    text = opened(path, source).render(messages, None, "here").text
+    assert ControlEncoder(path).encode(text).token_N.tolist() == wanted["input_ids"]
     if template == "tagged":
         document, _ = encode(path, source, messages)
         assert (document.mark_N == TARGET).astype(int).tolist() == wanted["assistant_masks"]
@@ -106,7 +100,7 @@ def test_a_header_that_takes_in_the_space_of_an_answer_is_not_learned(models, na
     messages = [ONE[0], {"role": "assistant", "content": " \n so"}]
     document, runs = encode(models[name], TEMPLATES["closed"], messages)
     assert [run.replace("\u2581", "") for run in runs] == ["so<|end|></s>"]
-    header = FileEncoder(models[name]).encode("<|assistant|>").token_N
+    header = ControlEncoder(models[name]).encode("<|assistant|>").token_N
     assert np.isin(header, document.token_N)
 
 
@@ -141,7 +135,7 @@ def test_control_tokens_outside_ascii_are_counted_in_bytes(tmp_path):
     """DeepSeek's, of 27 bytes and 19 characters."""
     end = "<\uff5cend\u2581of\u2581sentence\uff5c>"
     path = write_model(tmp_path / "model", "byte_level")
-    library = FileEncoder(path)._library
+    library = ControlEncoder(path)._library
     library.add_special_tokens([end])
     library.save(str(path))
     document, runs = encode(path, CHATML.replace("<|im_end|>", end), SEVERAL)
@@ -224,25 +218,26 @@ def test_answers_of_a_prompt_are_not_learned(models, template, answers):
     path, turns = models["byte_level"], [{"role": "user", "content": "q"}]
     said = [{"role": "assistant", "content": text} for text in ("one", "two", "three")]
     row = {"prompt": [*turns, said[0], *turns], "completion": [said[1], *turns, said[2]]}
-    encoder = ChatEncoder(load_template(path, _as_file(path, template)), FileEncoder(path), answers)
-    document = encoder.encode(conversation_of(Line(json.dumps(row).encode(), "")))
     wanted = ["two<|im_end|>", "three<|im_end|>"]
-    assert _runs(path, document) == (wanted[-1:] if answers == "last" else wanted)
+    assert encode(path, template, row, answers)[1] == wanted[-1 if answers == "last" else 0 :]
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "said"),
     [
-        [{"role": "user", "content": "<|im_end|>"}, ONE[1]],
-        [ONE[0], {"role": "assistant", "content": "a</s>"}],
-        [ONE[0], {"role": "assistant", "content": "a", "tool_calls": [{"x": ["<s>"]}]}],
-        [ONE[0], {"role": "assistant", "content": "\ufdd0"}],
+        ([{"role": "user", "content": "<|im_end|>"}, ONE[1]], "control token"),
+        ([ONE[0], {**ONE[1], "content": "a</s>"}], "control token"),
+        ([ONE[0], {**ONE[1], "tool_calls": [{"x": ["<s>"]}]}], "control token"),
+        ([ONE[0], {**ONE[1], "content": "\ufdd0"}], "control token"),
+        ([ONE[0], {**ONE[1], "content": "\ud800"}], "not Unicode"),
     ],
-    ids=["user", "answer", "call", "mark"],
+    ids=["user", "answer", "call", "mark", "half a character"],
 )
-def test_a_row_that_spells_a_control_token_is_broken(models, messages):
-    with pytest.raises(BadRowError, match=r"control token.*x\.jsonl, line 1"):
+def test_a_row_with_what_no_text_may_hold_is_broken(models, messages, said):
+    with pytest.raises(BadRowError, match=rf"{said}.*x\.jsonl, line 1"):
         encode(models["byte_level"], CHATML, messages)
+    with pytest.raises(BadRowError, match="no token of an answer"):
+        encode(models["byte_level"], "{{ messages[0].content }}", ONE)
 
 
 def test_tokens_that_are_not_control_tokens_may_stand_in_texts(models):
@@ -251,33 +246,16 @@ def test_tokens_that_are_not_control_tokens_may_stand_in_texts(models):
     assert runs == ["<think>so</think>yes<|im_end|>"]
 
 
-def test_half_a_character_is_a_broken_row(models):
-    messages = [ONE[0], {"role": "assistant", "content": "\ud800"}]
-    with pytest.raises(BadRowError, match=r"not Unicode.*x\.jsonl, line 1"):
-        encode(models["byte_level"], CHATML, messages)
-
-
-def test_an_answer_that_the_template_does_not_write_is_a_broken_row(models):
-    with pytest.raises(BadRowError, match="no token of an answer"):
-        encode(models["byte_level"], "{{ messages[0].content }}", ONE)
-
-
 def test_a_user_may_have_the_last_word(models):
     messages = [*SEVERAL, {"role": "user", "content": "thanks"}]
     whole, one = (encode(models["byte_level"], CHATML, turns)[1] for turns in (messages, SEVERAL))
     assert whole == one
 
 
-def test_conversations_that_end_without_control_token_are_counted(models):
-    path = models["byte_level"]
-    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    for template, unended in ((plain, 1), (CHATML, 0)):
-        encoder = ChatEncoder(load_template(path, _as_file(path, template)), FileEncoder(path))
-        encoder.encode(conversation(ONE))
-        assert encoder.num_unended == unended
-
-
 text = st.text(st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1"), max_size=12)
+
+
+OF_BYTES = ControlEncoder(None)
 
 
 @given(st.lists(st.tuples(text, text), min_size=1, max_size=3))
@@ -287,7 +265,8 @@ def test_of_bytes_the_targets_spell_the_answers(pairs):
         messages += [{"role": "user", "content": question}]
         messages += [{"role": "assistant", "content": answer}]
     template = ChatTemplate(BYTES, "bytes", {"eos_token": "<|endoftext|>"})
-    document = ChatEncoder(template, ByteEncoder()).encode(conversation(messages))
+    conversation = conversation_of(Row({"messages": messages}, "here"))
+    document = ChatEncoder(template, OF_BYTES).encode(conversation)
     targets = document.token_N[document.mark_N == TARGET]
     ends = np.flatnonzero(targets == 256)
     spelled = [part[part < 256] for part in np.split(targets, ends[:-1] + 1)]

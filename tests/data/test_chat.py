@@ -3,25 +3,22 @@
 import dataclasses
 import json
 import re
-import sys
 
 import numpy as np
+import pyarrow
 import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
+from pyarrow import parquet
 
 from moejax.config.schema import DataConfig
-from moejax.data import tokens
 from moejax.data.marks import marks_of
 from moejax.data.prepare import command as prepare
-from moejax.data.prepare.control_tokens import FileEncoder
+from moejax.data.prepare.control_tokens import ControlEncoder
+from moejax.data.prepare.flags import SUFFIXES
 from moejax.data.sidecar import ChatForm, read_sidecar
 from moejax.data.sources import describe_tokens
 from moejax.data.tokenizer import FileTokenizer, load_library
 from tests.data.chats import BYTES, CHATML, INST, write_model
-
-FORMATS = {"bin": ".bin", "array_record": ".array_record"}
+from tests.data.token_files import read
 
 
 def rows(count):
@@ -50,9 +47,9 @@ def command(tmp_path):
     return path, *options
 
 
-def conversations(path, format="bin"):
+def conversations(path):
     """(text, targets as text) of each conversation of a file of bytes."""
-    source = tokens.open_files([str(path)], format, model_vocab=257)
+    source = read(path)
     stretch = source.stretch(0, source.num_tokens)
     found = []
     for part in np.split(np.arange(source.num_tokens), np.flatnonzero(stretch.begin_N)[1:]):
@@ -65,15 +62,15 @@ def text_of(ids):
     return bytes(id for id in ids if id < 256).decode()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", SUFFIXES)
 def test_rows_become_token_files_with_marks(tmp_path, command, format):
     assert run(*command, "--format", format, "--eval-fraction", "0.3") == 0
     found = {}
     for split in ("train", "eval"):
-        path = tmp_path / f"out/x.{split}{FORMATS[format]}"
+        path = tmp_path / f"out/x.{split}{SUFFIXES[format]}"
         assert marks_of(path).is_file()
         assert run("--verify", path) == 0
-        found[split] = conversations(path, format)
+        found[split] = conversations(path)
     wanted = [(f"u:{row['prompt']}a:{row['completion']}", row["completion"]) for row in rows(40)]
     assert found["train"] == [pair for pair in wanted if pair not in found["eval"]]
     assert found["eval"] == [pair for pair in wanted if pair not in found["train"]]
@@ -88,9 +85,9 @@ def test_a_model_folder_is_enough(tmp_path, capsys):
     said = capsys.readouterr().err
     assert re.search(r"3 documents, [\d,]+ tokens \([\d,]+ learned\)", said)
     assert "without a control token" not in said
-    source = tokens.open_files([str(tmp_path / "x.train.bin")], "bin", model_vocab=300)
+    source = read(tmp_path / "x.train.bin", model_vocab=300)
     stretch = source.stretch(0, source.num_tokens)
-    end = FileEncoder(path).encode("<|im_end|>").token_N[0]
+    end = ControlEncoder(path).encode("<|im_end|>").token_N[0]
     assert np.sum(stretch.token_N[stretch.target_N] == end) == 3
     assert np.sum(stretch.token_N == end) == 6
     assert (tmp_path / "x.tokenizer.json").is_file()
@@ -113,9 +110,8 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("row", BROKEN)
-def test_a_broken_row_ends_the_command_and_leaves_no_file(tmp_path, command, capsys, row):
-    write_rows(tmp_path, [*rows(2), row, *rows(2)])
+def test_a_broken_row_ends_the_command_and_leaves_no_file(tmp_path, command, capsys):
+    write_rows(tmp_path, [*rows(2), BROKEN[2], *rows(2)])
     assert run(*command, "--eval-fraction", 0) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert lines[-1].startswith("moejax: error: ")
@@ -130,27 +126,12 @@ def test_broken_rows_can_be_left_out_and_are_counted(tmp_path, command, capsys):
         file.write(b"{half a line\n")
     assert run(*command, "--eval-fraction", 0, "--skip-bad") == 0
     said = capsys.readouterr().err
-    assert "rows left out as broken: 4. The first: row is broken." in said
+    assert "left out: 4 broken rows. The first: row is broken." in said
     assert "chat.jsonl, line 1" in said
     assert len(conversations(tmp_path / "out/x.train.bin")) == 2
-
-
-def test_rows_that_are_all_broken_are_told(tmp_path, command, capsys):
     write_rows(tmp_path, BROKEN)
-    assert run(*command, "--eval-fraction", 0, "--skip-bad") == 2
+    assert run(*command, "--eval-fraction", 0, "--skip-bad", "--overwrite") == 2
     assert "gave 0 documents and 3 broken rows" in capsys.readouterr().err
-
-
-def test_a_row_that_the_template_refuses_is_a_broken_row(tmp_path, capsys):
-    path = write_model(tmp_path / "model", template=INST)
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    messages += [{"role": "assistant", "content": "a"}]
-    file = write_rows(tmp_path, [{"messages": messages}, {"messages": messages[1:]}])
-    words = (file, "--chat", "--tokenizer", path, "--out", tmp_path / "x", "--eval-fraction", 0)
-    assert run(*words) == 2
-    assert "line 1: Only user and assistant: system" in capsys.readouterr().err
-    assert run(*words, "--skip-bad") == 0
-    assert "1 documents" in capsys.readouterr().err
 
 
 def test_notes_tell_of_dates_and_of_turns_without_end(tmp_path, command, capsys):
@@ -186,14 +167,11 @@ def test_options_that_do_not_fit_are_refused(tmp_path, capsys, options, said):
     assert list(tmp_path.glob("x.*")) == []
 
 
-def test_conversations_read_as_text_name_the_flag(tmp_path, capsys):
-    file = write_rows(tmp_path, [{"messages": []}])
-    assert run(file, "--out", tmp_path / "x") == 2
-    assert "moejax prepare --chat" in capsys.readouterr().err
-
-
-def test_replacing_removes_marks_of_the_earlier_run(tmp_path, command):
-    assert run(*command, "--eval-fraction", "0.3") == 0
+@pytest.mark.parametrize("format", SUFFIXES)
+def test_replacing_removes_all_files_of_the_earlier_run(tmp_path, command, format):
+    """Otherwise text that is trained on now would still pass for held out."""
+    assert run(*command, "--eval-fraction", "0.3", "--format", format) == 0
+    assert len(list((tmp_path / "out").iterdir())) == 6
     text = tmp_path / "a.txt"
     text.write_text("text")
     assert run(text, "--out", tmp_path / "out/x", "--eval-fraction", 0, "--overwrite") == 0
@@ -201,35 +179,19 @@ def test_replacing_removes_marks_of_the_earlier_run(tmp_path, command):
     assert names == ["x.train.bin", "x.train.bin.json"]
 
 
-def test_without_transformers_the_extra_is_named(command, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert run(*command) == 2
-    assert "moejax[hf]" in capsys.readouterr().err
-
-
 def test_arguments_of_calls_are_learned_as_they_were_given(tmp_path):
     """Arrow gives each call the arguments of all others, as null; a text of JSON is the same."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
 
-    def row(arguments):
-        properties = {name: {"type": "string"} for name in arguments}
+    def row(names, arguments):
+        parameters = {"properties": {name: {"type": "string"} for name in names}}
         calls = [{"function": {"name": "f", "arguments": arguments}}]
-        return {
-            "tools": [{"function": {"name": "f", "parameters": {"properties": properties}}}],
-            "messages": [
-                {"role": "user", "content": "Go"},
-                {"role": "assistant", "content": "", "tool_calls": calls},
-                {"role": "assistant", "content": "Ok."},
-            ],
-        }
+        said = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "Ok."}]
+        said.insert(1, {"role": "assistant", "content": "", "tool_calls": calls})
+        return {"tools": [{"function": {"name": "f", "parameters": parameters}}], "messages": said}
 
     given = [{"city": "Ulm"}, {"a": "1", "b": "2"}]
-    objects = [row(one) for one in given]
-    texts = [row(one) for one in given]
-    for one in texts:
-        function = one["messages"][1]["tool_calls"][0]["function"]
-        function["arguments"] = json.dumps(function["arguments"], separators=(",", ":"))
+    objects = [row(one, one) for one in given]
+    texts = [row(one, json.dumps(one, separators=(",", ":"))) for one in given]
     parquet.write_table(pyarrow.Table.from_pylist(objects), tmp_path / "a.parquet")
     assert parquet.read_table(tmp_path / "a.parquet").to_pylist() != objects  # it has nulls
     (tmp_path / "t.jinja").write_text(
@@ -238,37 +200,14 @@ def test_arguments_of_calls_are_learned_as_they_were_given(tmp_path):
         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
     found = []
-    for number, file in enumerate(
-        (
-            tmp_path / "a.parquet",
-            write_rows(tmp_path, objects, "objects.jsonl"),
-            write_rows(tmp_path, texts, "texts.jsonl"),
-        )
-    ):
+    for name, some in (("a.parquet", None), ("objects.jsonl", objects), ("texts.jsonl", texts)):
+        file = tmp_path / name if some is None else write_rows(tmp_path, some, name)
         options = ("--chat", "--chat-template", tmp_path / "t.jinja", "--eval-fraction", "0")
-        assert run(file, *options, "--out", tmp_path / f"x{number}") == 0
-        found.append(conversations(tmp_path / f"x{number}.train.bin"))
-    learned = ['{"city": "Ulm"}Ok.', '{"a": "1", "b": "2"}Ok.']
-    for one in found:
-        assert [targets for _, targets in one] == learned
-        assert not any("null" in text for text, _ in one)
+        assert run(file, *options, "--out", tmp_path / file.stem) == 0
+        found.append(conversations(tmp_path / f"{file.stem}.train.bin"))
+    assert [targets for _, targets in found[0]] == [f"{json.dumps(one)}Ok." for one in given]
+    assert not any("null" in text for text, _ in found[0])
     assert found[0] == found[1] == found[2]
-
-
-def test_rows_that_the_template_rewrites_can_be_left_out(tmp_path, capsys):
-    """A template that leaves earlier answers out takes conversations of one answer alone."""
-    (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
-        "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
-    )
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    path = write_rows(tmp_path, [{"messages": turns * 2}, {"messages": turns}])
-    options = ("--chat", "--chat-template", tmp_path / "t.jinja", "--out", tmp_path / "out/x")
-    assert run(path, *options, "--eval-fraction", "0") == 2
-    assert "answers cannot be found" in capsys.readouterr().err
-    assert run(path, *options, "--eval-fraction", "0", "--skip-bad") == 0
-    assert "rows left out as broken: 1. The first: answers cannot" in capsys.readouterr().err
-    assert conversations(tmp_path / "out/x.train.bin") == [("qa", "a")]
 
 
 def test_a_template_that_takes_no_example_is_remembered_without_an_end(tmp_path):

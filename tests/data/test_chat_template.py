@@ -1,12 +1,8 @@
 import json
 import sys
 from datetime import datetime
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
 
 from moejax.data.prepare import chat_template
 from moejax.data.prepare.chat_template import ChatTemplate, load_template
@@ -34,7 +30,6 @@ def test_the_template_is_found_beside_the_tokenizer(tmp_path):
     [
         ({"chat_template": [{"name": "default", "template": "a"}, {"name": "b"}]}, "a"),
         ({"chat_template": [{"name": "tools", "template": "a"}]}, None),
-        ({"chat_template": None}, None),
         ([], None),
     ],
 )
@@ -48,16 +43,11 @@ def test_of_several_templates_the_default_is_read(tmp_path, config, said):
         load_template(path, None)
 
 
-def test_a_folder_keeps_the_letters_of_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    with pytest.raises(InputError, match=r"template\. data has no chat_template\.jinja"):
-        load_template(Path("data/tokenizer.json"), None)
-
-
 def test_bytes_have_no_template_of_their_own(tmp_path):
     with pytest.raises(InputError, match=r"tokenizer of bytes has none.*--chat-template FILE"):
         load_template(None, None)
+    with pytest.raises(InputError, match=r"a\.jinja"):
+        load_template(None, tmp_path / "a.jinja")
     (tmp_path / "a.jinja").write_text("{{ eos_token }}")
     found = load_template(None, tmp_path / "a.jinja")
     assert found.render(ONE, None, "").text == "<|endoftext|>"
@@ -81,7 +71,7 @@ def test_older_folders_name_control_tokens_in_a_file_of_their_own(tmp_path):
             "{% generation %}\n{% endgeneration %}{% if %}",
             r"template is damaged.*\.jinja, line 2",
         ),
-        ("chat_template.jinja", b"\xff", "no chat template"),
+        ("chat_template.jinja", b"\xff", r"no chat template\. .*\.jinja"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, file, content, said):
@@ -100,16 +90,10 @@ def test_a_file_that_would_fill_the_memory_is_named(tmp_path, file):
         load_template(path, None)
 
 
-def test_a_template_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"nowhere\.jinja"):
-        load_template(None, tmp_path / "nowhere.jinja")
-
-
 @pytest.mark.parametrize(
     "source",
     [
         "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[7].content }}",
         "{{ 1 / 0 }}",
         "{{ messages.append(1) }}",  # nothing may be changed
     ],
@@ -166,14 +150,6 @@ def test_tools_and_the_prompt_reach_the_template():
     assert template.render(ONE, None, "", prompt=True).text == "nullTrue"
 
 
-def test_reasoning_has_the_names_that_templates_read():
-    for name in ("reasoning", "thinking", "reasoning_content"):
-        messages = [{"role": "assistant", "content": "c", name: "why"}]
-        text = render("{{ messages[0].thinking }} {{ messages[0].reasoning_content }}", messages)
-        assert text.text == "why why"
-    assert messages == [{"role": "assistant", "content": "c", "reasoning_content": "why"}]
-
-
 def test_older_libraries_are_refused(monkeypatch):
     monkeypatch.setattr(chat_template, "version", lambda _: "5.22.1")
     with pytest.raises(InputError, match=r"version 5\.22\.2 or newer.*it is 5\.22\.1"):
@@ -190,11 +166,3 @@ def test_without_a_library_the_extra_is_named(monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(InputError, match=rf"No module named '{library}'|{library}.*moejax\[hf\]"):
         ChatTemplate(FEATURES, "")
-
-
-def test_json_in_a_template_keeps_letters_and_signs_as_they_are():
-    """As transformers does: Jinja's own filter would escape for HTML, and JSON for ASCII."""
-    messages = [{"role": "user", "content": "caf\u00e9 <b> & 'x'"}]
-    assert render("{{ messages[0].content | tojson }}", messages).text == "\"caf\u00e9 <b> & 'x'\""
-    escaped = render("{{ messages[0].content | tojson(ensure_ascii=true) }}", messages).text
-    assert escaped == "\"caf\\u00e9 <b> & 'x'\""

@@ -1,9 +1,11 @@
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from moejax.data.prepare.conversations import conversation_of, read_chat_rows
-from moejax.data.prepare.rows import BadRowError, Line, ParquetRow
+from moejax.data.prepare.rows import BadRowError, Row
 from moejax.errors import InputError
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -17,7 +19,7 @@ def nested(depth):
 
 def parse(row):
     raw = row if isinstance(row, bytes) else json.dumps(row).encode()
-    return conversation_of(Line(raw, "x.jsonl, line 7"))
+    return conversation_of(Row(raw, "x.jsonl, line 7"))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,6 @@ def parse(row):
         ({"messages": [USER, ANSWER], "id": 3}, [USER, ANSWER]),
         ({"prompt": "q", "completion": "a"}, [USER, ANSWER]),
         ({"instruction": "q", "output": "a"}, [USER, ANSWER]),
-        ({"instruction": "q", "input": "", "output": "a"}, [USER, ANSWER]),
         (
             {"instruction": "q", "input": "more", "output": "a"},
             [{"role": "user", "content": "q\n\nmore"}, ANSWER],
@@ -36,18 +37,10 @@ def parse(row):
             [{"role": "system", "content": "be brief"}, USER, ANSWER],
         ),
         (
-            {"messages": [USER, {**ANSWER, "tool_calls": None, "name": "x"}]},
-            [USER, {**ANSWER, "name": "x"}],
-        ),
-        (
             {"messages": [{**USER, "content": [{"type": "text", "text": "q"}]}, ANSWER]},
             [USER, ANSWER],
         ),
-        (
-            {"messages": [USER, CALL]},
-            [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}],
-        ),
-        ({"messages": [USER, ANSWER], "prompt": None, "completion": None}, [USER, ANSWER]),
+        ({"messages": [USER, CALL]}, [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}]),
     ],
 )
 def test_three_forms_of_rows_become_messages(row, wanted):
@@ -62,12 +55,10 @@ def called(arguments, **more):
 @pytest.mark.parametrize(
     ("message", "wanted"),
     [
-        (called({"arguments": {"city": "Ulm", "a": None}}), {"city": "Ulm"}),
         (
             called({"arguments": {"a": {"b": None, "c": [None, {"d": None}]}}}),
             {"a": {"c": [None, {}]}},
         ),
-        (called({"arguments": '{"city": "Ulm"}'}), {"city": "Ulm"}),
         (called({"arguments": '{"city":"Ulm","a":null}'}), {"city": "Ulm", "a": None}),
         (called({"arguments": None}), {}),
         (called({"arguments": " "}), {}),
@@ -97,7 +88,6 @@ def test_nulls_in_tools_are_left_out_but_for_those_of_a_text():
 @pytest.mark.parametrize(
     ("row", "wanted", "answers"),
     [
-        ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER], [1]),
         ({"prompt": [USER], "completion": "a"}, [USER, ANSWER], [1]),
         ({"prompt": "q", "completion": [ANSWER]}, [USER, ANSWER], [1]),
         (
@@ -145,22 +135,15 @@ def test_tools_are_a_list_or_its_json(tools, wanted):
         ([], "it has list"),
         ({}, "it has no field"),
         ({"text": "a"}, "it has text. A conversation is messages, or prompt and completion"),
-        ({"prompt": "q"}, "it has prompt"),
         ({"messages": "text"}, "messages is str"),
         ({"messages": []}, r"no assistant turn \(no message\)"),
-        ({"messages": [USER]}, r"no assistant turn \(user\)"),
         ({"messages": ["text"]}, "message 0 is str"),
         ({"messages": [USER, {"role": "assistant"}]}, r"message 1 \(assistant\) has content null"),
         ({"messages": [{**USER, "content": None}, ANSWER]}, r"message 0 \(user\) has content null"),
-        ({"messages": [{**USER, "content": 3}, ANSWER]}, "content int"),
-        ({"messages": [{"content": "q"}, ANSWER]}, "message 0 has role None"),
         ({"messages": [{**USER, "role": "gpt"}, ANSWER]}, "role 'gpt'"),
         ({"messages": [{**USER, "tool_calls": [1], "content": None}, ANSWER]}, "content null"),
         ({"messages": [{**USER, "content": [{"type": "image"}]}, ANSWER]}, "no texts"),
-        ({"messages": [{**USER, "content": ["q"]}, ANSWER]}, "no texts"),
-        ({"prompt": "q", "completion": None}, "content null"),
         ({"prompt": ["q"], "completion": "a"}, "no texts"),
-        ({"messages": [USER, ANSWER], "tools": "{"}, "tools is not JSON"),
         ({"messages": [USER, ANSWER], "tools": "{}"}, "tools is the JSON of dict"),
         (
             {"messages": [USER, called({"arguments": '{"a"'})]},
@@ -171,9 +154,7 @@ def test_tools_are_a_list_or_its_json(tools, wanted):
         ({"messages": [USER, {**ANSWER, "tool_calls": "f()"}]}, "tool_calls is not JSON"),
         ({"messages": [USER, {**ANSWER, "x": nested(200)}]}, "nested more than 100 deep"),
         ({"messages": [USER, ANSWER], "tools": nested(200)}, "nested more than 100 deep"),
-        ({"prompt": [USER], "completion": [USER]}, r"no assistant turn \(user, user\)"),
         ({"prompt": [USER, ANSWER], "completion": [USER]}, "no assistant turn"),
-        ({"prompt": [USER, "text"], "completion": "a"}, "message 1 is str"),
         ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "tools is dict"),
     ],
 )
@@ -191,8 +172,6 @@ def test_rows_of_jsonl_are_counted_with_blank_lines(tmp_path):
 
 
 def test_rows_of_parquet_are_conversations_too(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     turns = [[USER, ANSWER], [USER, CALL], None]
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"messages": turns, "id": [1, 2, 3]}), path)
@@ -215,5 +194,5 @@ def test_other_files_are_refused(tmp_path):
 
 def test_every_text_of_a_conversation_is_looked_at():
     messages = [{**USER, "content": "q"}, {**CALL, "tool_calls": [{"f": {"deep": ["down"]}}]}]
-    conversation = conversation_of(ParquetRow({"messages": messages, "tools": [{"t": "u"}]}, ""))
+    conversation = conversation_of(Row({"messages": messages, "tools": [{"t": "u"}]}, ""))
     assert {"q", "deep", "down", "t", "u"} <= set(conversation.texts())

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from moejax.data import corpus
 from moejax.data.cuts import PATTERNS, joined, may_cut
 from moejax.data.tokenizer import FileTokenizer
 
-tokenizers = pytest.importorskip("tokenizers")
 splitters, normalizers = tokenizers.pre_tokenizers, tokenizers.normalizers
 
 ENGLISH = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")[:20_000]
@@ -82,22 +82,17 @@ def test_long_texts_have_the_ids_of_the_whole(tokenizer, text):
         assert _ids(tokenizer, _split(text, sizes)) == wanted
 
 
-PARTS = [
-    *" \t\n\r\v\x0b\x1c\x85\xa0\u2003\u3000\u180e\u200b",
-    "  ",
-    "\r\n",
-    "\n \n",
-    *"ab1/.'\u00e9",
-]
-PARTS += ["the", "The", "'ll", "'S", "12345", "...", "//", "<eos>", "<tool>", "e\u0301", "\u0308"]
+PARTS = [*" \t\n\r\v\x0b\x1c\x85\xa0\u2003\u3000\u180e\u200b", "  ", "\r\n", "\n \n"]
+PARTS += [*"ab1/.'\u00e9\u0308\U0001f600\u01c5\u02b0\u0660", "the", "The", "'ll", "'S", "12345"]
 PARTS += [
+    "...",
+    "//",
+    "<eos>",
+    "<tool>",
+    "e\u0301",
     "\u00e9t\u00e9",
     "\u6f22\u5b57",
-    "\U0001f600",
     "\u0915\u094d",
-    "\u01c5",
-    "\u02b0",
-    "\u0660",
 ]
 
 
@@ -120,12 +115,6 @@ def test_a_text_is_cut_once_a_piece_before_a_space_behind_a_word():
     assert list(joined(iter(pieces))) == wanted
 
 
-def test_a_long_text_is_cut_into_parts_of_about_a_piece():
-    parts = list(joined(iter(_split(ENGLISH, [1000]))))
-    assert len(parts) >= len(ENGLISH) // 1000
-    assert max(map(len, parts)) < 2000
-
-
 def test_a_text_without_a_place_to_cut_stays_whole():
     assert list(joined(iter(["\u6f22\u5b57" * 9] * 5 + ["\n  "]))) == ["\u6f22\u5b57" * 45 + "\n  "]
     assert list(joined(iter([]))) == []
@@ -135,7 +124,6 @@ def test_a_text_without_a_place_to_cut_stays_whole():
     ("splitter", "normalizer", "added"),
     [
         (splitters.Metaspace(), None, None),
-        (splitters.Whitespace(), None, None),
         (splitters.ByteLevel(use_regex=False), None, None),
         (None, None, None),
         (_by(r"\p{L}+ \p{L}+|\s+"), None, None),
@@ -143,7 +131,6 @@ def test_a_text_without_a_place_to_cut_stays_whole():
         (_by(PATTERNS[0], invert=True), None, None),
         (splitters.Sequence([splitters.Digits(), LEVEL]), None, None),
         (LEVEL, normalizers.Lowercase(), None),
-        (LEVEL, normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]), None),
         (LEVEL, None, tokenizers.AddedToken("two words")),
         (LEVEL, None, tokenizers.AddedToken("<x>", lstrip=True)),
         (LEVEL, None, tokenizers.AddedToken("<x>", rstrip=True)),

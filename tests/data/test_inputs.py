@@ -6,13 +6,13 @@ import json
 import sys
 from types import SimpleNamespace
 
+import pyarrow
 import pytest
 
-from moejax.config.schema import DataConfig
 from moejax.data.prepare import command as prepare
 from moejax.data.prepare.inputs import find_inputs, kind_of, open_bytes
-from moejax.data.sources import open_sources
 from moejax.errors import InputError
+from tests.data.test_prepare import texts_of
 
 TEXTS = [f"text {i} of several, caf\u00e9\n" * (i % 5 + 1) for i in range(30)]
 
@@ -21,30 +21,11 @@ def run(*arguments):
     return prepare.main([str(argument) for argument in arguments])
 
 
-def read(out, split):
-    """Returns a split's documents as text."""
-    files = {"train_files": (f"{out}.train.bin",)}
-    if split == "eval":
-        files["eval_files"] = (f"{out}.eval.bin",)
-    found = open_sources(DataConfig(source="tokens", **files), model_vocab=257)
-    source = found.train if split == "train" else found.held_out
-    ids = [int(n) for n in source.read(0, source.num_tokens)]
-    documents, current = [], []
-    for n in ids[1:]:
-        if n == 256:
-            documents.append(bytes(current).decode())
-            current = []
-        else:
-            current.append(n)
-    return documents
-
-
 def compressed(path, raw):
     """Writes bytes as the ending of a path asks."""
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(raw))
     elif path.suffix == ".zst":
-        pyarrow = pytest.importorskip("pyarrow")
         # Two frames, as `cat a.zst b.zst` makes.
         half = len(raw) // 2
         with path.open("wb") as file:
@@ -62,14 +43,15 @@ def jsonl(texts):
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte-order mark"])
+@pytest.mark.parametrize(
+    ("ending", "mark"), [("", b"\xef\xbb\xbf"), (".gz", b""), (".zst", b"\xef\xbb\xbf")]
+)
 def test_compressed_files_and_marked_ones_give_the_same_documents(tmp_path, ending, mark):
     compressed(tmp_path / f"a.jsonl{ending}", mark + jsonl(TEXTS))
     compressed(tmp_path / f"b.txt{ending}", mark + TEXTS[0].encode())
     out = tmp_path / "out"
     assert run(tmp_path, "--out", out, "--eval-fraction", 0) == 0
-    assert read(out, "train") == [*TEXTS, TEXTS[0]]
+    assert texts_of(out) == [*TEXTS, TEXTS[0]]
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -102,36 +84,31 @@ def test_a_directory_with_nothing_to_read_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["text", "jsonl"])
-def test_standard_input_is_read(tmp_path, monkeypatch, format):
+def test_standard_input_is_read(tmp_path, monkeypatch, capsys, format):
     raw = "".join(TEXTS).encode() if format == "text" else jsonl(TEXTS)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(raw)))
     out = tmp_path / "out"
     assert run("-", "--stdin-format", format, "--out", out, "--eval-fraction", 0) == 0
-    assert "".join(read(out, "train")) == "".join(TEXTS)
-
-
-def test_a_format_of_standard_input_that_is_not_read_is_refused(tmp_path, capsys):
+    assert "".join(texts_of(out)) == "".join(TEXTS)
     (tmp_path / "a.txt").write_text("text")
-    assert run(tmp_path / "a.txt", "--stdin-format", "text", "--out", tmp_path / "out") == 2
+    assert run(tmp_path / "a.txt", "--stdin-format", format, "--out", tmp_path / "other") == 2
     assert "`--stdin-format` has no effect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
-def test_the_end_of_a_lone_text_file_is_held_out_from_the_start_of_a_line(tmp_path, ending):
+def test_the_end_of_a_lone_text_file_is_held_out_from_the_start_of_a_line(tmp_path, capsys, ending):
     text = "".join(f"line {i}\n" for i in range(1000))
     compressed(tmp_path / f"a.txt{ending}", text.encode())
     out = tmp_path / "out"
     assert run(tmp_path / f"a.txt{ending}", "--out", out, "--eval-fraction", 0.1) == 0
-    (train,), (held_out,) = read(out, "train"), read(out, "eval")
+    (train,), (held_out,) = texts_of(out), texts_of(out, "eval")
     assert train + held_out == text
     assert train.endswith("\n")
     assert 0.09 < len(held_out) / len(text) <= 0.1
-
-
-def test_a_lone_text_file_without_lines_cannot_be_cut(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("one line only")
-    assert run(tmp_path / "a.txt", "--out", tmp_path / "out") == 2
-    assert "1 file gave 1 document. " in capsys.readouterr().err
+    for raw, said in ((b"one line only", "1 document. "), (b"caf\xe9", "0 documents and 1 broken")):
+        compressed(tmp_path / f"a.txt{ending}", raw)
+        assert run(tmp_path / f"a.txt{ending}", "--out", tmp_path / "x", "--skip-bad") == 2
+        assert f"1 file gave {said}" in capsys.readouterr().err
 
 
 def test_rows_without_text_are_named_or_counted(tmp_path, capsys):
@@ -145,16 +122,7 @@ def test_rows_without_text_are_named_or_counted(tmp_path, capsys):
     assert "--skip-bad" in said
     assert run(*given, "--skip-bad") == 0
     assert "left out: 3 broken rows. The first: " in capsys.readouterr().err
-    assert read(tmp_path / "out", "train") == ["a", "b"]
-
-
-def test_a_null_in_parquet_is_named(tmp_path, capsys):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
-    assert run(path, "--out", tmp_path / "out", "--eval-fraction", 0) == 2
-    assert "row 1: field 'text' is null" in capsys.readouterr().err
+    assert texts_of(tmp_path / "out") == ["a", "b"]
 
 
 def test_bytes_are_read_as_they_are(tmp_path):
@@ -164,8 +132,7 @@ def test_bytes_are_read_as_they_are(tmp_path):
         assert opened.read() == b"\xef\xbb\xbfab"  # one mark alone is a mark
 
 
-@pytest.mark.parametrize("ending", ["", ".gz"])
-def test_files_that_are_not_utf_8_can_be_left_out_and_empty_ones_are_told(tmp_path, capsys, ending):
+def test_files_that_are_not_utf_8_can_be_left_out_and_empty_ones_are_told(tmp_path, capsys):
     folder = tmp_path / "in"
     folder.mkdir()
     for name, raw in {
@@ -176,23 +143,16 @@ def test_files_that_are_not_utf_8_can_be_left_out_and_empty_ones_are_told(tmp_pa
         "e.jsonl": b"\n",
         "f.jsonl": b'{"text": "two"}\n{"text": "\xff"}\n',
     }.items():
-        compressed(folder / f"{name}{ending}", raw)
+        (folder / name).write_bytes(raw)
     command = (folder, "--out", tmp_path / "out/x", "--eval-fraction", 0)
     assert run(*command) == 2
-    assert f"b.txt{ending}, byte 3: 0xe9" in capsys.readouterr().err
+    assert "b.txt, byte 3: 0xe9" in capsys.readouterr().err
     assert run(*command, "--skip-bad") == 0
-    assert read(tmp_path / "out/x", "train") == ["one", "two"]
+    assert texts_of(tmp_path / "out/x") == ["one", "two"]
     said = capsys.readouterr().err
-    assert (
-        f"left out: 1 broken row and 2 broken files. The first: text is not UTF-8. {folder}" in said
-    )
-    assert f"files without text: 2. The first: {folder / f'd.txt{ending}'}" in said
-
-
-def test_a_file_alone_that_is_not_utf_8_leaves_nothing(tmp_path, capsys):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9\nmore\n")
-    assert run(tmp_path / "a.txt", "--out", tmp_path / "x", "--skip-bad") == 2
-    assert "1 file gave 0 documents and 1 broken file" in capsys.readouterr().err
+    left_out = "left out: 1 broken row and 2 broken files. The first: text is not UTF-8."
+    assert f"{left_out} {folder}" in said
+    assert f"files without text: 2. The first: {folder / 'd.txt'}" in said
 
 
 def test_directories_are_searched_for_other_endings_too(tmp_path, capsys):
@@ -203,22 +163,16 @@ def test_directories_are_searched_for_other_endings_too(tmp_path, capsys):
     compressed(folder / "g.py.gz", b"g.py.gz")
     command = (folder, "--out", tmp_path / "x", "--eval-fraction", 0, "--overwrite")
     assert run(*command, "--ending", ".py") == 0
-    assert read(tmp_path / "x", "train") == ["a.py", "b.PY", "c.txt", "g.py.gz"]
+    assert texts_of(tmp_path / "x") == ["a.py", "b.PY", "c.txt", "g.py.gz"]
     assert "files left out, for their endings: 3" in capsys.readouterr().err
     assert run(*command, "--ending", ".py", "--ending", ".rs") == 0
-    assert "d.rs" in read(tmp_path / "x", "train")
+    assert "d.rs" in texts_of(tmp_path / "x")
 
 
-@pytest.mark.parametrize(
-    ("endings", "said"),
-    [(["py"], "Got 'py'"), ([".jsonl"], "read by their format"), ([".GZ"], "by their format")],
-)
-def test_an_ending_that_is_none_is_refused(tmp_path, endings, said):
-    with pytest.raises(InputError, match=said):
-        find_inputs([str(tmp_path)], tmp_path, endings=endings)
-
-
-def test_an_ending_without_a_directory_is_refused(tmp_path):
+def test_an_ending_that_is_none_or_has_no_directory_is_refused(tmp_path):
+    for ending, said in (("py", "Got 'py'"), (".jsonl", "by their format"), (".GZ", "by their")):
+        with pytest.raises(InputError, match=said):
+            find_inputs([str(tmp_path)], tmp_path, endings=[ending])
     (tmp_path / "a.py").write_text("a")
     with pytest.raises(InputError, match=r"`--ending` has no effect\. Got '\.py'"):
         find_inputs([str(tmp_path / "a.py")], tmp_path, endings=[".py"])

@@ -1,15 +1,15 @@
 """Large documents: memory that does not grow, and what is told where it must."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
+import tokenizers
 
 from moejax.data.prepare import command as prepare
 from moejax.data.prepare import documents, split
-from tests.data.test_prepare import FORMATS, _documents, _inputs, _open, _run
+from tests.data.test_prepare import FORMATS, _inputs, _open, _run
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
@@ -39,26 +39,6 @@ def test_memory_does_not_grow_with_a_text_file(tmp_path, format):
     assert peaks[1] - peaks[0] < 2 * (1 + 4 + 1 + 1 + 3 * 2) * documents.PIECE
 
 
-def test_a_text_file_in_pieces_is_one_document_in_the_split_of_its_hash(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE", 5)  # cuts between CR and LF, and in the character
-    texts = ["o\ufeffne\r\n caf\u00e9", "12345", "1234567890", "x"]
-    splits = []
-    for kind in ("text", "jsonl"):
-        (tmp_path / kind).mkdir()
-        files = _inputs(tmp_path / kind, "jsonl", texts)
-        if kind == "text":
-            files = [tmp_path / kind / f"{number}.txt" for number in range(len(texts))]
-            for file, text in zip(files, texts, strict=True):
-                file.write_bytes(text.encode())
-        assert _run(*files, "--out", tmp_path / kind / "x", "--eval-fraction", "0.5") == 0
-        said = json.loads((tmp_path / kind / "x.train.bin.json").read_text())
-        found = _open(tmp_path / kind / "x", "bin")
-        splits.append([_documents(source, 256) for source in (found.train, found.held_out)])
-        assert said["num_bytes"] == sum(map(len, splits[-1][0]))
-    assert splits[0] == splits[1]
-    assert sorted(bytes(d).decode() for split in splits[0] for d in split) == sorted(texts)
-
-
 def test_a_file_that_changes_between_its_digest_and_its_text_is_refused(
     tmp_path, capsys, monkeypatch
 ):
@@ -80,7 +60,6 @@ def test_a_file_that_changes_between_its_digest_and_its_text_is_refused(
 def test_a_large_document_that_must_be_encoded_whole_is_told(
     tmp_path, capsys, monkeypatch, normalizer
 ):
-    tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "a": 1}, "<eos>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.normalizer = getattr(tokenizers.normalizers, normalizer)()

@@ -1,17 +1,12 @@
 import json
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moejax.config.schema import DataConfig
 from moejax.data import corpus
 from moejax.data.prepare import command as prepare
-from moejax.data.prepare.documents import Document
-from moejax.data.sidecar import Sidecar, sidecar_of
+from moejax.data.sidecar import sidecar_of
 from moejax.data.sources import (
     describe_sources,
     describe_tokens,
@@ -20,58 +15,86 @@ from moejax.data.sources import (
     open_sources,
 )
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, digest
-from moejax.data.tokens import FileSource, JoinedSource, from_documents
+from moejax.data.tokens import from_documents
 from moejax.errors import InputError
+from tests.data.chats import write_model
+from tests.data.token_files import EOS, FORMATS, change, write_text
 
 
-def write(path, *texts):
-    """Writes a file of byte tokens as `moejax prepare` does."""
-    writer = prepare.BinWriter(path, ByteTokenizer(), "bytes")
-    for text in texts:
-        writer.add(Document(text, ""), ByteTokenizer())
-    writer.finish()
-    return str(path)
+def files(*train, held_out=(), **more):
+    paths = {"train_files": train, "eval_files": held_out}
+    paths = {name: tuple(map(str, some)) for name, some in paths.items()}
+    return DataConfig(**{"source": "tokens", **paths, **more})
 
 
-def test_the_standard_library_is_read_whole_and_split_as_the_corpus_says():
+def test_the_standard_library_is_a_source_of_bytes():
     found = open_sources(DataConfig(), model_vocab=264)
-    for source, documents in zip(found[:2], corpus.documents(), strict=True):
-        assert source.target_bytes == sum(map(len, documents))
-        assert source.num_tokens == source.target_bytes + len(documents) + 1
-    head = found.train.read(1, len(corpus.documents()[0][0])).tolist()
-    assert found.tokenizer.decode(head) == corpus.documents()[0][0].decode()
+    assert isinstance(found.tokenizer, ByteTokenizer)
+    for source, texts in zip(found[:2], corpus.documents(), strict=True):
+        assert source.target_bytes == sum(map(len, texts))
+        assert source.num_tokens == source.target_bytes + len(texts) + 1
+        assert source.read(0, 9).tolist() == [EOS, *texts[0][:8]]
+        assert source.read(source.num_tokens - 1, 1).tolist() == [EOS]
+    content = describe_sources(found)
+    train, held_out = content["train"][0], content["held_out"][0]
+    assert train["digest"] != held_out["digest"]
+    assert train["tokens"] > held_out["tokens"]
+    same, other, again = (from_documents([text]).parts()[0] for text in (b"a", b"b", b"a"))
+    assert same["digest"] == again["digest"] != other["digest"]
 
 
-def test_files_without_held_out_text_are_enough(tmp_path):
-    data = DataConfig(source="tokens", train_files=(write(tmp_path / "a.bin", "text"),))
-    found = open_sources(data, model_vocab=264)
-    assert found.held_out is None
-    assert found.tokenizer.decode(found.train.read(0, found.train.num_tokens).tolist()) == "text"
-
-
-def test_held_out_files_must_fit_the_model_too(tmp_path):
-    files = {name: (write(tmp_path / f"{name}.bin", "text"),) for name in ("train", "eval")}
-    data = DataConfig(source="tokens", train_files=files["train"], eval_files=files["eval"])
-    assert open_sources(data, model_vocab=257).held_out.target_bytes == 4
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_config_names_training_and_held_out_files(tmp_path, format):
+    train, held_out = (
+        write_text(tmp_path, text, name=text, format=format) for text in ("train", "held")
+    )
+    source = "tokens" if format == "bin" else format
+    found = open_sources(files(train, held_out=[held_out], source=source), model_vocab=257)
+    assert found.tokenizer.decode(found.train.read(0, 7).tolist()) == "train"
+    assert found.tokenizer.decode(found.held_out.read(0, 6).tolist()) == "held"
+    assert open_sources(files(train, source=source), model_vocab=257).held_out is None
     with pytest.raises(InputError, match="vocabulary 257"):
-        open_sources(data, model_vocab=256)
+        open_sources(files(train, held_out=[held_out], source=source), model_vocab=256)
 
 
 def test_weights_make_a_mixture_of_the_training_files_in_their_order(tmp_path):
-    names = write(tmp_path / "b.bin", "second"), write(tmp_path / "a.bin", "one")
-    data = DataConfig(source="tokens", train_files=names, train_weights=(3.0, 1.0))
+    names = write_text(tmp_path, "second", name="b"), write_text(tmp_path, "one")
+    data = files(*names, train_weights=(3.0, 1.0))
     mixture = open_sources(data, model_vocab=264).mixture
     assert [weight for _, weight in mixture] == [3.0, 1.0]
     read = [bytes(source.read(1, source.num_tokens - 2).tolist()) for source, _ in mixture]
     assert read == [b"second", b"one"]
-    with pytest.raises(InputError, match="vocabulary 257"):
-        open_sources(data, model_vocab=256)
     assert open_sources(replace(data, train_weights=()), model_vocab=264).mixture == ()
+
+
+@pytest.mark.parametrize("way", ["symbolic link", "relative path", "folder", "pattern"])
+def test_held_out_files_that_are_trained_on_are_refused_by_any_path(tmp_path, monkeypatch, way):
+    """The same text under another name would pass for held out."""
+    path = write_text(tmp_path, "text")
+    monkeypatch.chdir(tmp_path)
+    ways = {"relative path": "a.bin", "folder": f"{tmp_path}/down/../a.bin", "pattern": "*.bin"}
+    other = ways.get(way, "b.bin")
+    (tmp_path / "down").mkdir()
+    if way == "symbolic link":
+        (tmp_path / "b.bin").symlink_to(path)
+        sidecar_of(tmp_path / "b.bin").symlink_to(sidecar_of(path))
+    for train, held_out in ((path, other), (other, path)):
+        with pytest.raises(InputError, match=r"is in data\.train_files and in data\.eval_files"):
+            open_sources(files(train, held_out=[held_out]), model_vocab=264)
+
+
+@pytest.mark.parametrize("field", [{"vocab_size": 260}, {"tokenizer_sha256": "0" * 64}])
+def test_files_of_different_tokenizers_are_refused(tmp_path, field):
+    one, other = (write_text(tmp_path, "text", name=name) for name in "ab")
+    change(other, **field)
+    for data in (files(tmp_path / "*.bin"), files(one, held_out=[other])):
+        with pytest.raises(InputError, match=f"disagree.*{one.name}.*{other.name}"):
+            open_sources(data, model_vocab=264)
 
 
 def test_a_tokenizer_that_came_is_that_of_the_texts_unless_another_is_known(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    tokens = DataConfig(source="tokens", train_files=(write(tmp_path / "a.bin", "text"),))
+    tokens = DataConfig(source="tokens", train_files=(str(write_text(tmp_path, "text")),))
     described = describe_tokens(tokens)
     of_bytes = {"step": 9, "data": tokens, "described": described}
     of_it = replace(described.sidecar, tokenizer_sha256=digest(tmp_path / "tokenizer.json"))
@@ -85,41 +108,23 @@ def test_a_tokenizer_that_came_is_that_of_the_texts_unless_another_is_known(tmp_
         assert is_tokenizer_of(tmp_path / "tokenizer.json", **facts) == wanted
 
 
-def content(tmp_path, name="a.bin", **sidecar):
-    """What identifies the data of a run on one file, its sidecar changed as asked."""
-    path = tmp_path / name
-    facts = json.loads(sidecar_of(path).read_text()) | sidecar
-    sidecar_of(path).write_text(json.dumps(facts))
-    return describe_sources(open_sources(files(path), model_vocab=300))
+def test_the_content_identifies_tokens_and_their_meaning(tmp_path):
+    path = write_text(tmp_path, "text")
 
+    def content(**changes):
+        change(path, **changes)
+        return describe_sources(open_sources(files(path), model_vocab=300))
 
-def files(*train, held_out=()):
-    return DataConfig(
-        source="tokens",
-        train_files=tuple(map(str, train)),
-        eval_files=tuple(map(str, held_out)),
-    )
-
-
-@pytest.mark.parametrize(
-    "changes", [{"sha256": "1" * 64}, {"tokenizer_sha256": "1" * 64, "tokenizer": "bytes"}]
-)
-def test_what_changes_the_tokens_or_their_meaning_changes_the_content(tmp_path, changes):
-    write(tmp_path / "a.bin", "text")
-    before = content(tmp_path)
-    assert content(tmp_path) == before
+    before = content()
     assert [part["tokens"] for part in before["train"]] == [6]
-    assert content(tmp_path, **changes)["train"][0]["digest"] != before["train"][0]["digest"]
-
-
-@pytest.mark.parametrize("changes", [{"num_bytes": None}, {"num_documents": 7}])
-def test_what_only_describes_the_text_does_not(tmp_path, changes):
-    write(tmp_path / "a.bin", "text")
-    assert content(tmp_path, **changes) == content(tmp_path)
+    assert content(num_bytes=None, num_documents=7) == before, "these only describe the text"
+    assert content(tokenizer_sha256="1" * 64) != before
+    assert content(tokenizer_sha256=None) == before
+    assert content(sha256="1" * 64) != before
 
 
 def test_the_content_has_every_file_of_both_streams(tmp_path):
-    one, two, three = (Path(write(tmp_path / f"{name}.bin", name)) for name in "abc")
+    one, two, three = (write_text(tmp_path, name, name=name) for name in "abc")
     found = describe_sources(open_sources(files(one, two, held_out=[three]), model_vocab=300))
     assert [part["name"] for part in found["train"]] == [str(one), str(two)]
     assert [part["name"] for part in found["held_out"]] == [str(three)]
@@ -128,46 +133,7 @@ def test_the_content_has_every_file_of_both_streams(tmp_path):
     assert json.loads(json.dumps(found)) == found
 
 
-def test_the_built_in_text_is_told_by_its_tokens():
-    found = describe_sources(open_sources(DataConfig(), model_vocab=264))
-    train, held_out = found["train"][0], found["held_out"][0]
-    assert train["digest"] != held_out["digest"]
-    assert train["tokens"] > held_out["tokens"]
-    other = from_documents([b"text"]).parts()[0]
-    assert other["digest"] == from_documents([b"text"]).parts()[0]["digest"]
-    assert other["digest"] != from_documents([b"next"]).parts()[0]["digest"]
-
-
-class Listed(FileSource):
-    """A token file whose content is a list."""
-
-    def __init__(self, tokens):
-        n = len(tokens)
-        said = Sidecar(1, "bin", "uint8", 100, 0, n, n, 1, "0" * 64, "bytes")
-        super().__init__(Path("listed.bin"), said)
-        self._tokens = tokens
-
-    def _read(self, start, length):
-        return self._tokens[start : start + length]
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-def test_joined_streams_read_as_one_across_any_ends(lengths, data):
-    whole = np.arange(sum(lengths), dtype=np.int32)
-    parts = np.split(whole, np.cumsum(lengths)[:-1])
-    joined = JoinedSource([Listed(part) for part in parts])
-    start = data.draw(st.integers(0, len(whole)))
-    length = data.draw(st.integers(0, len(whole) - start))
-    read = joined.read(start, length)
-    assert read.dtype == np.int32
-    assert read.tolist() == whole[start : start + length].tolist()
-    assert (joined.num_tokens, joined.target_bytes) == (len(whole), len(whole))
-
-
 def test_a_run_keeps_what_says_how_its_text_became_tokens(tmp_path):
-    pytest.importorskip("tokenizers")
-    from tests.data.chats import write_model
-
     model, run = write_model(tmp_path / "model"), tmp_path / "run"
     (tmp_path / "a.txt").write_text("all")
     command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--eval-fraction", "0"]
@@ -183,6 +149,9 @@ def test_a_run_keeps_what_says_how_its_text_became_tokens(tmp_path):
     wanted = FileTokenizer(model)
     found = described.open_tokenizer()
     assert (found.eos_id, found.bos_id) == (wanted.eos_id, wanted.bos_id)
+    described.tokenizer_file.write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer was changed\. .*tokenizer\.json has sha256"):
+        described.open_tokenizer()
     # A later start on other data keeps those; bytes have no file.
     assert prepare.main(command) == 0
     keep_tokenizer(data, run)

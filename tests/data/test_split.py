@@ -36,8 +36,6 @@ def test_no_other_document_comes_nearer_and_something_is_left(sizes, share):
         ([3, 5, 4], 0.5, [0, 2]),  # 7 of 12; the first two would be 8
         ([20, 40, 30, 10], 0.3, [0, 3]),  # what fits, in the order of hashes
         ([10, 20, 26, 4], 0.5, [0, 1]),  # the last two would be as near
-        ([4, 1, 1], 0.5, [1, 2]),
-        ([1, 4, 1], 0.7, [1]),  # the first and the last would be 2 of 6
         ([99, 1], 0.99, [0]),  # 1 of 100 is what was meant for training
         ([999, 1], 0.99, [1]),  # 1 of 1000 is less than half of it
         ([7], 0.5, []),

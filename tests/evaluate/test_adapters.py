@@ -2,39 +2,33 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from moejax.checkpoint.compatible import describe_run
 from moejax.checkpoint.find import locate
-from moejax.checkpoint.writer import Checkpoints
 from moejax.config.schema import CheckpointConfig, DataConfig, LoraConfig
-from moejax.data.tokens import open_files
 from moejax.evaluate.command import main
-from moejax.train.evaluation import evaluate
 from moejax.train.start import base_of
 from tests.cases import CERTAIN, small_config, step_for
-from tests.data.test_marks import write_text
-from tests.train.running import build_run
+from tests.data.token_files import write_text
+from tests.evaluate.runs import event_of, save
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
-NO_DATA = {"train": [], "held_out": []}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a base and a run of adapters on it, and what the run says of held-out text."""
     folder = tmp_path_factory.mktemp("adapters")
-    train, held_out = (str(write_text(folder, name * 9, name)) for name in ("train", "eval"))
+    train, held_out = (str(write_text(folder, name * 9, name=name)) for name in ("train", "eval"))
     cfg = small_config((1, 2, 2, 2), model={"vocab_size": 264, "mlp_hidden": 384}, moe=CERTAIN)
     data = DataConfig("tokens", (train,), (held_out,), sequence_length=16)
     cfg = dataclasses.replace(cfg, data=data)
     whole = step_for(cfg)
     state = whole.init()
-    save(folder / "base", state, describe_run(whole, NO_DATA))
+    save(folder / "base", whole, state)
     lora, source = LoraConfig(rank=2), CheckpointConfig(init_from=str(folder / "base"))
     cfg = dataclasses.replace(cfg, lora=lora, checkpoint=source)
     train_step = step_for(cfg)
@@ -42,19 +36,8 @@ def place(tmp_path_factory):
     moved = jax.tree.map(lambda x: x + 0.1, state.params)
     state = state._replace(params=moved)
     base = base_of(cfg, locate(str(folder / "base"), "size"))
-    save(folder / "run", state, describe_run(train_step, NO_DATA, base))
-    source = open_files([held_out], "bin", model_vocab=264)
-    run, _ = build_run(cfg, folder / "run", held_out=source)
-    evaluate(run, state, 0, limit=None)
-    run.records.close()
-    (event,) = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    return folder, event
-
-
-def save(folder, state, facts):
-    writer = Checkpoints(folder / "checkpoints", keep=1)
-    writer.save(0, state, facts)
-    writer.close()
+    save(folder / "run", train_step, state, base)
+    return folder, event_of(cfg, state, folder / "run")
 
 
 def scored(capsys, *words):
@@ -69,20 +52,6 @@ def test_adapters_are_scored_on_their_frozen_weights(place, capsys):
     assert nats == event["nats_per_token"]
     assert f"frozen weights from {folder}/base/checkpoints/0" in said
     assert abs(nats - scored(capsys, "--run", folder / "base")[0]) > np.finfo(np.float32).eps
-
-
-def test_frozen_weights_that_moved_must_be_named_and_be_the_same(place, capsys, tmp_path):
-    folder, _ = place
-    run = shutil.copytree(folder / "run", tmp_path / "run")
-    absent = f"{tmp_path}/absent"
-    for words, said in (
-        ([f"--config.checkpoint.init_from={absent}"], f"{absent}, which is no directory"),
-        ([f"--config.checkpoint.init_from={folder / 'run'}"], "holds adapters, no weights"),
-    ):
-        assert main(["--run", str(run), *words]) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert err.count("\n") == 1
 
 
 def test_weights_beside_a_whole_checkpoint_have_no_effect(place, capsys):

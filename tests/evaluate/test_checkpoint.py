@@ -83,25 +83,24 @@ def test_what_does_not_fit_is_refused(run, step, overrides, said):
         choose(str(run), step, overrides, ALONE)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("data.eval_files", ("other.bin",)),
-        ("data.sequence_length", 8),
-        ("data.isolate_documents", False),
-        ("train.batch_sequences", 16),
-        ("train.micro_batches", 2),
-        ("model.dtype", "bfloat16"),
-        ("moe.capacity_factor", 3.0),
-    ],
-)
-def test_what_an_evaluation_reads_may_be_set(tmp_path, name, value):
+def test_what_an_evaluation_reads_may_be_set(tmp_path):
     data = DataConfig("tokens", ("train.bin",), ("eval.bin",))
     cfg = dataclasses.replace(small_config(model=CHECKED), data=data, plan=PlanConfig(mode="hand"))
     write_step(tmp_path, 3, cfg)
-    assert get_value(choose(str(tmp_path), None, [], ALONE).cfg, name) != value
-    text = ",".join(value) if isinstance(value, tuple) else value
-    assert get_value(choose(str(tmp_path), None, [f"{name}={text}"], ALONE).cfg, name) == value
+    given = {
+        "data.eval_files": ("b.bin",),
+        "data.sequence_length": 8,
+        "data.isolate_documents": False,
+        "train.batch_sequences": 16,
+        "train.micro_batches": 2,
+        "model.dtype": "bfloat16",
+        "moe.capacity_factor": 3.0,
+    }
+    usual = choose(str(tmp_path), None, [], ALONE).cfg
+    assert all(get_value(usual, name) != value for name, value in given.items())
+    texts = [f"{name}={value}" for name, value in {**given, "data.eval_files": "b.bin"}.items()]
+    found = choose(str(tmp_path), None, texts, ALONE).cfg
+    assert {name: get_value(found, name) for name in given} == given
 
 
 def test_nothing_to_evaluate_is_told(tmp_path):
@@ -144,11 +143,8 @@ def test_weights_without_a_mesh_are_spread_over_all_devices(devices, experts, wi
     mesh = on_all_devices(cfg, devices).mesh
     assert (mesh.replica, mesh.fsdp, mesh.expert) == wanted
     assert on_all_devices(small_config((2, 1, 1, 2)), devices).mesh.tensor == 2, "a mesh is kept"
-
-
-def test_a_dense_model_is_spread_by_its_width():
-    cfg = small_config(model={"moe_every": None})
-    assert on_all_devices(cfg, 4).mesh == MeshConfig(1, fsdp=4)
+    dense = small_config(model={"moe_every": None})
+    assert on_all_devices(dense, 4).mesh == MeshConfig(1, fsdp=4)
 
 
 def test_the_tokenizer_of_an_import_is_found(tmp_path):

@@ -11,17 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax.__main__ import main as moejax
-from moejax.checkpoint.compatible import describe_run
-from moejax.checkpoint.writer import Checkpoints
 from moejax.config.schema import DataConfig
-from moejax.data.tokens import open_files
 from moejax.evaluate import command
 from moejax.evaluate.command import main
-from moejax.train.evaluation import evaluate
 from tests.cases import CERTAIN, small_config, step_for
-from tests.data.test_marks import write, write_text
-from tests.train.running import build_run
+from tests.data.token_files import write_marked, write_text
+from tests.evaluate.runs import event_of, save
 
 TEXTS = ["first document " * 9, "second one, longer " * 12, "caf\u00e9 " * 5]
 
@@ -35,23 +30,16 @@ def annotations(unchecked_annotations):
 def place(tmp_path_factory):
     """A run's directory with one checkpoint, held-out files, and what the run says of them."""
     folder = tmp_path_factory.mktemp("run")
-    held_out = str(write_text(folder, TEXTS[0], "eval"))
-    chat = str(write(folder, "bin", [(b"question", b"answer"), (b"q", b"a" * 40)], name="chat"))
-    train = str(write_text(folder, "trained", "train"))
+    held_out = str(write_text(folder, TEXTS[0], name="eval"))
+    chat = str(write_marked(folder, [(b"question", b"answer"), (b"q", b"a" * 40)], name="chat"))
+    train = str(write_text(folder, "trained", name="train"))
     cfg = small_config((2, 1, 2, 2), model={"vocab_size": 264, "mlp_hidden": 384}, moe=CERTAIN)
     data = DataConfig("tokens", (train,), (held_out, chat), sequence_length=16)
     cfg = dataclasses.replace(cfg, data=data)
     train_step = step_for(cfg)
     state = train_step.init()
-    writer = Checkpoints(folder / "run/checkpoints", keep=2)
-    writer.save(0, state, describe_run(train_step, {"train": [], "held_out": []}))
-    writer.close()
-    source = open_files([held_out, chat], "bin", model_vocab=264)
-    run, _ = build_run(cfg, folder / "run", held_out=source)
-    evaluate(run, state, 0, limit=None)
-    run.records.close()
-    (event,) = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    return folder, event
+    save(folder / "run", train_step, state)
+    return folder, event_of(cfg, state, folder / "run")
 
 
 def digests(folder):
@@ -62,8 +50,8 @@ def digests(folder):
     }
 
 
-def scored(capsys, *words, code=0):
-    assert main([*map(str, words), "--json"]) == code
+def scored(capsys, *words):
+    assert main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -144,22 +132,12 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(monkeypatch, 
         assert found == ([] if is_terminal else lines)
 
 
-def test_a_damaged_checkpoint_is_one_line(place, capsys, tmp_path):
+def test_a_damaged_or_missing_checkpoint_is_one_line(place, capsys, tmp_path):
     copy = shutil.copytree(place[0] / "run", tmp_path / "run")
     largest = max(copy.rglob("*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    assert main(["--run", str(copy)]) == 2
-    assert capsys.readouterr().err.startswith("moejax: error: no whole checkpoint")
-
-
-def test_help_shows_an_example_and_the_command_is_listed(capsys, monkeypatch):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    assert "moejax eval --run runs/tiny" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["moejax", "eval", "--run", "/nowhere"])
-    assert moejax() == 2
-    assert "no finished checkpoint" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["moejax"])
-    assert moejax() == 0
-    assert "score held-out text" in capsys.readouterr().out
+    for run, said in ((copy, "no whole checkpoint"), ("/nowhere", "no finished checkpoint")):
+        assert main(["--run", str(run)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"moejax: error: {said}")
+        assert err.count("\n") == 1

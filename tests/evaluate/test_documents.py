@@ -8,7 +8,7 @@ from moejax.data.tokenizer import ByteTokenizer
 from moejax.data.tokens import from_documents, open_files
 from moejax.evaluate import documents
 from moejax.evaluate.documents import scores, sum_documents
-from tests.data.test_marks import write, write_text
+from tests.data.token_files import write_marked, write_text
 
 T, B = 5, 2
 
@@ -44,8 +44,8 @@ def test_every_target_counts_for_the_document_that_predicts_it(texts, stretch):
 
 
 def test_documents_of_files_are_named_by_file_and_number(tmp_path):
-    paths = [write_text(tmp_path, "ab", "a"), write_text(tmp_path, "cde", "b")]
-    paths.append(write(tmp_path, "bin", [(b"ask", b"say"), (b"q", b"a")], name="c"))
+    paths = [write_text(tmp_path, "ab", name="a"), write_text(tmp_path, "cde", name="b")]
+    paths.append(write_marked(tmp_path, [(b"ask", b"say"), (b"q", b"a")], name="c"))
     source = open_files(list(map(str, paths)), "bin", model_vocab=264)
     found = score_all(source, ByteTokenizer())
     named = [(score.name, score.tokens, score.bytes) for score in found]

@@ -1,23 +1,24 @@
 """The text that is scored: token files, texts, or a run's own data. No device is touched."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from moejax.checkpoint.find import Saved
 from moejax.config.schema import Config, DataConfig
-from moejax.data import corpus
+from moejax.data import corpus, sidecar
 from moejax.data.batches import eval_batches
+from moejax.data.prepare import command as prepare
 from moejax.data.sources import describe_sources, open_sources
 from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
+from moejax.evaluate import held_out
 from moejax.evaluate.checkpoint import Chosen
 from moejax.evaluate.documents import scores, sum_documents
-from moejax.evaluate.held_out import Wanted, open_held_out
 from tests.data.chats import write_model
-from tests.data.test_marks import write_text
+from tests.data.token_files import change, write_text
 
 
 def chosen(tmp_path, data=None, manifest=None, vocab_size=264):
@@ -26,8 +27,21 @@ def chosen(tmp_path, data=None, manifest=None, vocab_size=264):
     return Chosen(Saved(4, tmp_path / "run/checkpoints/4", manifest or {}), cfg, [])
 
 
-def wanted(*files, text_field=None, tokenizer=None, eos=None):
-    return Wanted(list(map(str, files)), text_field, tokenizer, eos)
+def open_held_out(files, model, **flags):
+    return held_out.open_held_out(list(map(str, files)), model, **flags)
+
+
+def refused(said, files, model, **flags):
+    with pytest.raises(InputError, match=said), open_held_out(files, model, **flags):
+        pass
+
+
+def prepared(tmp_path, tokenizer):
+    """Token files of a text, as `moejax prepare` writes them."""
+    (tmp_path / "a.txt").write_text("all")
+    words = [tmp_path / "a.txt", "--out", tmp_path / "t", "--tokenizer", tokenizer]
+    assert prepare.main([*map(str, words), "--eval-fraction", "0"]) == 0
+    return tmp_path / "t.train.bin"
 
 
 def trained_on(*paths, **more):
@@ -38,7 +52,7 @@ def test_texts_are_scored_by_the_models_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("caf\u00e9")
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "three"}\n')
     files = tmp_path / "a.txt", tmp_path / "b.jsonl"
-    with open_held_out(wanted(*files), chosen(tmp_path)) as found:
+    with open_held_out(files, chosen(tmp_path)) as found:
         ids = [256, *"caf\u00e9".encode(), 256, *b"one", 256, *b"three", 256]
         assert found.source.read(0, found.source.num_tokens).tolist() == ids
         assert found.documents == [
@@ -53,28 +67,18 @@ def test_texts_are_scored_by_the_models_tokenizer(tmp_path):
 
 
 def test_texts_take_the_tokenizer_of_the_training_files(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    from moejax.data.prepare import command as prepare
-
     path = write_model(tmp_path / "model")
-    (tmp_path / "a.txt").write_text("all")
-    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--tokenizer", str(path)]
-    assert prepare.main([*command, "--eval-fraction", "0"]) == 0
-    run = chosen(tmp_path, trained_on(tmp_path / "t.train.bin"), vocab_size=300)
+    run = chosen(tmp_path, trained_on(prepared(tmp_path, path)), vocab_size=300)
     ids = tokenizers.Tokenizer.from_file(str(path)).encode("all").ids
-    for files in (wanted(tmp_path / "a.txt"), wanted(tmp_path / "a.txt", tokenizer=str(path))):
-        with open_held_out(files, run) as found:
+    for flags in ({}, {"tokenizer": str(path)}):
+        with open_held_out([tmp_path / "a.txt"], run, **flags) as found:
             assert found.source.read(1, len(ids)).tolist() == ids
     # Moved away: the one that came with imported weights.
     (tmp_path / "t.train.bin").unlink()
-    with (
-        pytest.raises(InputError, match=r"no tokenizer.*--tokenizer FILE"),
-        open_held_out(wanted(tmp_path / "a.txt"), run),
-    ):
-        pass
+    refused(r"no tokenizer.*--tokenizer FILE", [tmp_path / "a.txt"], run)
     (tmp_path / "run").mkdir()
     path.parent.rename(tmp_path / "run/hf")
-    with open_held_out(wanted(tmp_path / "a.txt"), run) as found:
+    with open_held_out([tmp_path / "a.txt"], run) as found:
         assert found.source.read(1, len(ids)).tolist() == ids
 
 
@@ -87,13 +91,12 @@ def imported(tmp_path, **settings):
 
 
 def test_texts_of_imported_weights_begin_with_the_token_of_their_tokenizer(tmp_path):
-    pytest.importorskip("tokenizers")
     model, tokenizer, path = imported(tmp_path)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     assert bos not in (None, eos)
     ids = [bos, *tokenizer.encode("all"), eos]
-    for named in (wanted(tmp_path / "a.txt"), wanted(tmp_path / "a.txt", tokenizer=str(path))):
-        with open_held_out(named, model) as found:
+    for flags in ({}, {"tokenizer": str(path)}):
+        with open_held_out([tmp_path / "a.txt"], model, **flags) as found:
             assert found.source.read(0, found.source.num_tokens).tolist() == ids
             assert found.source.num_targets == len(ids) - 1
             # As an evaluation cuts it: nothing is scored that lm-eval does not score, but eos.
@@ -110,89 +113,61 @@ def test_texts_of_imported_weights_begin_with_the_token_of_their_tokenizer(tmp_p
 
 
 def test_a_token_file_from_before_there_was_a_begin_token_is_told(tmp_path):
-    pytest.importorskip("tokenizers")
-    from moejax.data.prepare import command as prepare
-
     model, tokenizer, path = imported(tmp_path, eval_files=(str(tmp_path / "t.train.bin"),))
-    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--tokenizer", str(path)]
-    assert prepare.main([*command, "--eval-fraction", "0"]) == 0
-    for files in ((), (tmp_path / "t.train.bin",)):
-        with open_held_out(wanted(*files), model) as found:
+    tokens = prepared(tmp_path, path)
+    for files in ((), (tokens,)):
+        with open_held_out(files, model) as found:
             assert found.notes == []
     # As it was written in format 1.
-    sidecar = tmp_path / "t.train.bin.json"
-    facts = json.loads(sidecar.read_text())
-    for name in ("bos_id", "chat", "marks_sha256", "num_targets", "target_bytes"):
-        del facts[name]
     ids = [tokenizer.eos_id, *tokenizer.encode("all"), tokenizer.eos_id]
-    assert facts["dtype"] == "uint16"
-    np.array(ids, "<u2").tofile(tmp_path / "t.train.bin")
-    sidecar.write_text(json.dumps(facts | {"format_version": 1, "num_tokens": len(ids)}))
-    for files in ((), (tmp_path / "t.train.bin",)):
-        with open_held_out(wanted(*files), model) as found:
+    np.array(ids, "<u2").tofile(tokens)
+    newer = dict.fromkeys((*sidecar.MARKED_FIELDS, *sidecar.BEGUN_FIELDS), ...)
+    change(tokens, format_version=1, num_tokens=len(ids), **newer)
+    for files in ((), (tokens,)):
+        with open_held_out(files, model) as found:
             (note,) = found.notes
             assert "t.train.bin begin with eos" in note
             assert f"token {tokenizer.bos_id}" in note
     trained = model._replace(saved=Saved(3, tmp_path / "out/checkpoints/3", {}))
-    with open_held_out(wanted(), trained) as found:
+    with open_held_out([], trained) as found:
         assert found.notes == [], "the run was trained on such files"
-
-
-def test_weights_whose_texts_begin_with_eos_have_token_files_that_do(tmp_path):
-    pytest.importorskip("tokenizers")
-    from moejax.data.prepare import command as prepare
-
-    model, _, path = imported(tmp_path)
     path.with_name("tokenizer_config.json").unlink()
-    assert FileTokenizer(path).bos_id is None
-    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--tokenizer", str(path)]
-    assert prepare.main([*command, "--eval-fraction", "0"]) == 0
-    with open_held_out(wanted(tmp_path / "t.train.bin"), model) as found:
-        assert found.notes == []
+    with open_held_out([tokens], model) as found:
+        assert found.notes == [], "its texts begin with eos too"
 
 
 def test_token_files_must_be_of_the_models_tokenizer(tmp_path):
-    train, other = write_text(tmp_path, "text", "train"), write_text(tmp_path, "more", "other")
-    with open_held_out(wanted(other), chosen(tmp_path, trained_on(train))) as found:
+    train, other = (write_text(tmp_path, "more", name=name) for name in ("train", "other"))
+    with open_held_out([other], chosen(tmp_path, trained_on(train))) as found:
         assert found.notes == []
         assert found.tokenizer().decode(found.source.read(0, 6).tolist()) == "more"
-    sidecar = other.with_name("other.bin.json")
-    facts = json.loads(sidecar.read_text()) | {"tokenizer": "t.json", "tokenizer_sha256": "0" * 64}
-    sidecar.write_text(json.dumps(facts))
+    change(other, tokenizer="t.json", tokenizer_sha256="0" * 64)
     for data in (trained_on(train), None):
-        with (
-            pytest.raises(InputError, match=r"tokens of another tokenizer. .*other\.bin"),
-            open_held_out(wanted(other), chosen(tmp_path, data)),
-        ):
-            pass
+        refused(r"tokens of another tokenizer. .*other\.bin", [other], chosen(tmp_path, data))
     gone = chosen(tmp_path, trained_on("nowhere.bin"))
-    with open_held_out(wanted(other), gone) as found:
+    with open_held_out([other], gone) as found:
         assert "is not known here" in found.notes[0]
 
 
 def test_training_files_are_told(tmp_path):
-    train = write_text(tmp_path, "text", "train")
+    train = write_text(tmp_path, "text", name="train")
     data = trained_on(train)
     content = describe_sources(open_sources(data, model_vocab=264))
     run = chosen(tmp_path, data, {"data": content})
-    with open_held_out(wanted(train), run) as found:
+    with open_held_out([train], run) as found:
         assert "train.bin is not held out" in found.notes[0]
 
 
 def test_without_files_the_runs_own_are_scored(tmp_path):
-    train, held_out = write_text(tmp_path, "text", "train"), write_text(tmp_path, "more", "eval")
-    data = trained_on(train, eval_files=(str(held_out),))
-    with open_held_out(wanted(), chosen(tmp_path, data)) as found:
-        assert found.files == [str(held_out)]
+    train, other = (write_text(tmp_path, text, name=text) for text in ("text", "more"))
+    data = trained_on(train, eval_files=(str(other),))
+    with open_held_out([], chosen(tmp_path, data)) as found:
+        assert found.files == [str(other)]
         assert found.source.read(1, 4).tolist() == list(b"more")
-    with open_held_out(wanted(), chosen(tmp_path)) as found:
+    with open_held_out([], chosen(tmp_path)) as found:
         assert found.source.target_bytes == sum(map(len, corpus.documents()[1]))
         assert found.tokenizer().vocab_size == 257
-    with (
-        pytest.raises(InputError, match=r"nothing to score.*--data FILE"),
-        open_held_out(wanted(), chosen(tmp_path, trained_on(train))),
-    ):
-        pass
+    refused(r"nothing to score.*--data FILE", [], chosen(tmp_path, trained_on(train)))
 
 
 @pytest.mark.parametrize(
@@ -209,11 +184,9 @@ def test_without_files_the_runs_own_are_scored(tmp_path):
     ],
 )
 def test_what_cannot_be_scored_is_refused(tmp_path, files, options, said):
-    write_text(tmp_path, "text", "t")
+    write_text(tmp_path, "text", name="t")
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     (tmp_path / "lost.bin").touch()
     (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
-    named = wanted(*(tmp_path / name for name in files), **options)
-    with pytest.raises(InputError, match=said), open_held_out(named, chosen(tmp_path)):
-        pass
+    refused(said, [tmp_path / name for name in files], chosen(tmp_path), **options)

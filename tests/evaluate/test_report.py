@@ -6,7 +6,7 @@ from rich.console import Console
 from moejax.data.tokens import from_documents
 from moejax.evaluate import report
 from moejax.evaluate.documents import DocumentScore
-from moejax.evaluate.report import Result, print_json, print_tables
+from moejax.evaluate.report import Result, print_tables
 from moejax.train.evaluation import Score
 
 SOURCE = from_documents([b"abcd", b"ef"])
@@ -26,9 +26,9 @@ def test_text_without_targets_has_no_score():
     assert "nan" not in text
 
 
-def test_json_has_totals_and_documents(capsys):
-    print_json(Result("run/4", 4, ["a.bin"], SOURCE, Score(16.0, 8), DOCUMENTS))
-    found = json.loads(capsys.readouterr().out)
+def test_json_has_totals_and_documents():
+    result = Result("run/4", 4, ["a.bin"], SOURCE, Score(16.0, 8), DOCUMENTS)
+    found = json.loads(result.to_json())
     documents = found.pop("documents")
     assert found == {
         "checkpoint": "run/4",
@@ -51,10 +51,9 @@ def test_json_has_totals_and_documents(capsys):
     assert documents[1]["bits_per_byte"] is None
 
 
-def test_numbers_that_json_does_not_have_are_null(capsys):
+def test_numbers_that_json_does_not_have_are_null():
     broken = [DocumentScore("a", 1, 1, math.nan)]
-    print_json(Result("run/4", 4, [], SOURCE, Score(math.nan, 8), broken))
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(Result("run/4", 4, [], SOURCE, Score(math.nan, 8), broken).to_json())
     assert (found["nats"], found["perplexity"], found["bits_per_byte"]) == (None, None, None)
     assert found["documents"][0]["nats"] is None
     assert Result("", 0, [], SOURCE, Score(1e9, 1)).perplexity == math.inf

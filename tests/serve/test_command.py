@@ -7,14 +7,10 @@ import shutil
 import pytest
 
 import moejax
-from moejax.__main__ import main as run_moejax
 from moejax.checkpoint.compatible import describe_run
 from moejax.checkpoint.writer import Checkpoints
-from moejax.config.checks import check, resolve_mesh
-from moejax.config.fields import change
-from moejax.config.schema import Config, PlanConfig
+from moejax.config.schema import PlanConfig
 from moejax.serve.command import main
-from moejax.serve.placing import without_stages
 from tests.cases import CERTAIN, small_config, step_for
 
 TOKENS = ("--tokens", "5")
@@ -80,14 +76,13 @@ def test_lines_of_a_file_are_continued_together_and_on_another_mesh(run, capsys,
     ("words", "said"),
     [
         (["--prompt", "x", "--top-p", "1.5"], "`--top-p` is out of range. Got 1.5"),
-        (["--prompt", "x", "--temperature", "-1"], "`--temperature` is out of range. Got -1.0"),
         (["--prompt", "x", "--tokens", "0"], "`--tokens` is out of range. Got 0"),
         (["--prompt", "x", "--stream", "--json"], "`--stream` has no effect with `--json`"),
-        (["--prompts", "none.txt"], "prompts cannot be read. --prompts none.txt"),
         (["--prompts", "none.txt", "--stream"], "`--stream` has no effect with `--prompts`"),
         (["--prompt", "x", "--chat"], "no chat template. The tokenizer of bytes has none"),
         (["--prompt", "x", "--chat-template", "x"], "`--chat-template` has no effect"),
         (["--prompt", "x", "--step", "9"], "no checkpoint of step 9"),
+        (["--prompt", "x", "--run", "nowhere"], "no finished checkpoint"),
         (["--prompt", "x", "--eos", "</s>"], "`--eos` has no effect"),
         (["--prompt", "x", "--config.moe.capacity_factor=2"], "`moe.capacity_factor` has no"),
         (["--prompt", "x", "--config.model.scan_layers=false"], "`model.scan_layers` has no"),
@@ -116,32 +111,3 @@ def test_texts_longer_than_those_of_training_are_warned_about(run, capsys, tmp_p
     assert model.step == 3
     with pytest.warns(UserWarning, match=f"^{longer}"):
         assert model.generate("x" * 14, tokens=5) == [text["text"]]
-
-
-def test_an_unknown_run_is_one_line(tmp_path, capsys):
-    err = generated(capsys, tmp_path / "nowhere", "--prompt", "x", code=2).err
-    assert "no finished checkpoint" in err
-    assert err.count("\n") == 1
-
-
-def test_the_command_is_one_of_moejax(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["moejax", "generate", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        run_moejax()
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert "--top-p" in out
-    assert "moejax generate --run runs/tiny" in out
-
-
-def test_a_run_with_pipeline_stages_generates_on_shards_in_their_place():
-    cfg = change(Config(), {"mesh.stage": 2, "mesh.expert": 2, "train.micro_batches": 4})
-    cfg = change(cfg, {"mesh.stage_keeps": "input"})
-    check(cfg)
-    alone = without_stages(cfg)
-    check(alone)
-    assert (alone.mesh.stage, alone.mesh.fsdp, alone.mesh.expert) == (1, 2, 2)
-    assert resolve_mesh(alone, 4, "cpu").mesh == alone.mesh
-    assert without_stages(alone) == alone
-    sliced = change(cfg, {"mesh.stage_keeps": "residuals"})
-    check(without_stages(change(sliced, {"mesh.stage_slices": 2, "model.num_layers": 4})))

@@ -4,9 +4,6 @@ import json
 
 import numpy as np
 import pytest
-
-pytest.importorskip("tokenizers")
-
 import tokenizers
 
 import moejax
@@ -81,16 +78,6 @@ def test_texts_are_those_of_the_command(model, imported, capsys):
         assert ids[-1] == wanted
     assert len(ids) > 3
     assert model.generate([]) == []
-
-
-def test_messages_are_written_by_the_template_that_is_beside_the_tokenizer(model, imported):
-    pytest.importorskip("transformers")
-    template = imported[0] / "hf/chat_template.jinja"
-    template.write_text("{% for m in messages %}{{ 'w7 ' + m.content + ' w9' }}{% endfor %}")
-    (answer,) = model.generate(["w3 w40"], tokens=6, chat=True)
-    template.unlink()
-    assert model.generate(["w7 w3 w40 w9"], tokens=6) == [answer]
-    assert model.generate(["w3 w40"], tokens=6) != [answer]
 
 
 @pytest.mark.parametrize(

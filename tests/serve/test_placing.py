@@ -2,8 +2,12 @@
 
 import dataclasses
 
+import pytest
+
+from moejax.config.checks import check
 from moejax.config.checks.mesh import resolve_mesh
-from moejax.config.schema import MeshConfig
+from moejax.config.fields import change
+from moejax.config.schema import Config, MeshConfig
 from moejax.serve.placing import without_stages
 from tests.cases import small_config
 
@@ -18,3 +22,14 @@ def test_a_batch_that_is_just_enough_for_stages_is_enough_for_shards():
     assert alone.train.micro_batches == 2
     assert resolve_mesh(alone, 4, "cpu", processes=1).mesh.fsdp == 4
     assert without_stages(alone) == alone
+
+
+@pytest.mark.parametrize(
+    "keeps", [{"mesh.stage_keeps": "input"}, {"mesh.stage_slices": 2, "model.num_layers": 4}]
+)
+def test_what_is_set_for_stages_alone_is_usual_again(keeps):
+    cfg = change(Config(), {"mesh.stage": 2, "mesh.expert": 2, "train.micro_batches": 4, **keeps})
+    check(cfg)
+    alone = without_stages(cfg)
+    check(alone)
+    assert (alone.mesh.stage, alone.mesh.fsdp, alone.mesh.expert) == (1, 2, 2)

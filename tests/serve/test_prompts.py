@@ -4,10 +4,11 @@ import dataclasses
 import json
 
 import pytest
+import tokenizers
 
 from moejax.checkpoint.find import Saved
 from moejax.data.prepare import command as prepare
-from moejax.data.prepare.control_tokens import ByteEncoder, FileEncoder
+from moejax.data.prepare.control_tokens import ControlEncoder
 from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen
@@ -21,7 +22,6 @@ WORDS = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "<|end|>": 4}
 @pytest.fixture
 def imported(tmp_path):
     """An imported checkpoint without weights, whose prompts begin with <s>."""
-    tokenizers = pytest.importorskip("tokenizers")
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="a"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     library.add_special_tokens(["<s>", "</s>", "<|end|>"])
@@ -57,7 +57,6 @@ def test_prompts_of_an_import_begin_as_its_tokenizer_says(imported):
 
 
 def test_messages_have_the_template_beside_the_weights_and_end_as_it_ends_answers(imported):
-    pytest.importorskip("transformers")
     folder = imported.saved.path.parent.parent / "hf"
     with pytest.raises(InputError, match="no chat template"):
         open_vocabulary(imported, None, None, chat=True)
@@ -89,17 +88,15 @@ def trained(tmp_path, name, *flags):
 
 @pytest.mark.parametrize("of_bytes", [True, False])
 def test_messages_have_the_template_of_the_conversations_that_were_learned(tmp_path, of_bytes):
-    pytest.importorskip("transformers")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
     end = "<|endoftext|>" if of_bytes else "<|end|>"
     own = "{% for m in messages %}{{ m.content + 'END' }}{% endfor %}".replace("END", end)
     (tmp_path / "own.jinja").write_text(own)
     model = write_model(tmp_path / "model", template="the model's")
     flags = () if of_bytes else ("--tokenizer", model)
-    chosen = trained(
-        tmp_path, "rows.jsonl", "--chat", "--chat-template", tmp_path / "own.jinja", *flags
-    )
-    encoder = ByteEncoder() if of_bytes else FileEncoder(model)
+    flags = ("--chat", "--chat-template", tmp_path / "own.jinja", *flags)
+    chosen = trained(tmp_path, "rows.jsonl", *flags)
+    encoder = ControlEncoder(None if of_bytes else model)
     found = open_vocabulary(chosen, None, None, chat=True)
     assert found.encode("all") == encoder.encode(f"all{end}").token_N.tolist()
     (stop,) = encoder.encode(end).token_N.tolist()
@@ -112,13 +109,12 @@ def test_messages_have_the_template_of_the_conversations_that_were_learned(tmp_p
     assert named.encode("all") == encoder.encode("all").token_N.tolist()
     other = write_model(tmp_path / "other", "sentence_piece", "{{ messages[0].content + '<s>' }}")
     named = open_vocabulary(chosen, str(other), None, chat=True)
-    assert named.encode("all") == FileEncoder(other).encode("all<s>").token_N.tolist()
+    assert named.encode("all") == ControlEncoder(other).encode("all<s>").token_N.tolist()
     assert named.tokenizer.eos_id == FileTokenizer(other).eos_id
 
 
 def test_messages_have_the_template_beside_the_tokenizer_of_the_token_files(tmp_path):
     """Where no weights came from elsewhere, and the run did not train on conversations."""
-    pytest.importorskip("transformers")
     original = write_model(tmp_path / "model")
     (tmp_path / "a.txt").write_text("all")
     chosen = trained(tmp_path, "a.txt", "--tokenizer", original)
@@ -127,7 +123,9 @@ def test_messages_have_the_template_beside_the_tokenizer_of_the_token_files(tmp_
     template = "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)
     vocabulary = open_vocabulary(chosen, None, None, chat=True)
-    assert vocabulary.encode("all") == FileEncoder(original).encode("all<|end|>").token_N.tolist()
+    assert (
+        vocabulary.encode("all") == ControlEncoder(original).encode("all<|end|>").token_N.tolist()
+    )
 
 
 def test_a_text_longer_than_the_models_positions_is_refused(imported):
@@ -149,7 +147,6 @@ def test_prompts_without_tokens_or_with_unknown_ones_are_refused(imported):
     bare = dataclasses.replace(vocabulary, library=vocabulary.tokenizer._tokenizer)
     bare.library.post_processor = None
     assert encode_prompts([""], bare, imported.cfg, 1) == ([[0]], []), "<s> begins a text"
-    pytest.importorskip("transformers")
     nothing = imported.saved.path.parent.parent / "nothing.jinja"
     nothing.write_text("{# writes nothing #}")
     silent = open_vocabulary(imported, None, None, chat=True, template=str(nothing))

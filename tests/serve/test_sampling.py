@@ -23,9 +23,9 @@ def kept_by_numpy(logit_V, top_k, top_p):
     return found
 
 
-@pytest.mark.parametrize("top_k", [None, 1, 2, 4, 6, 9])
+@pytest.mark.parametrize("top_k", [None, 1, 2, 6, 9])
 # 0.45 tells the mass of the top_k from that of all tokens: of two equal ones it keeps one.
-@pytest.mark.parametrize("top_p", [0.01, 0.25, 0.45, 0.55, 0.9, 1.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.45, 0.9, 1.0])
 def test_kept_tokens_are_those_of_numpy(top_k, top_p):
     rows = np.stack([LOGITS, LOGITS[::-1], LOGITS * 3]).astype(np.float32)
     found = np.asarray(kept(jnp.asarray(rows), top_k, top_p))
@@ -35,8 +35,7 @@ def test_kept_tokens_are_those_of_numpy(top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(1.0), Sampling(0.6, seed=3), Sampling(1.5, 4), Sampling(0.8, 5, 0.7)],
+    "sampling", [Sampling(1.0), Sampling(0.6, seed=3), Sampling(1.5, 4), Sampling(0.8, 5, 0.7)]
 )
 def test_tokens_are_drawn_as_often_as_their_probabilities_say(sampling):
     draws = 20_000

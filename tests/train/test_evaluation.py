@@ -8,7 +8,7 @@ import pytest
 from moejax.data import tokens
 from moejax.train.evaluation import ASK_EVERY, _drawn, evaluate, finish
 from tests.cases import small_config
-from tests.data.test_marks import write
+from tests.data.token_files import write_marked
 from tests.train.running import initial_state, stream
 
 
@@ -48,7 +48,7 @@ def test_an_evaluation_is_given_up_when_the_run_shall_stop(running, tmp_path):
 
 def test_only_marked_targets_count(running, tmp_path):
     pairs = [(b"question", b"answer")] * 20
-    held_out = tokens.open_files([str(write(tmp_path, "bin", pairs))], "bin", model_vocab=264)
+    held_out = tokens.open_files([str(write_marked(tmp_path, pairs))], "bin", model_vocab=264)
     run, _ = running(small_config(), held_out=held_out, evaluate=two_nats)
     evaluate(run, initial_state(), 5, limit=None)
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -58,7 +58,7 @@ def test_only_marked_targets_count(running, tmp_path):
 
 def test_an_evaluation_that_meets_no_target_has_no_mean(running, tmp_path):
     pairs = [(b"q" * 500, b"a")]
-    held_out = tokens.open_files([str(write(tmp_path, "bin", pairs))], "bin", model_vocab=264)
+    held_out = tokens.open_files([str(write_marked(tmp_path, pairs))], "bin", model_vocab=264)
     run, shown = running(small_config(), held_out=held_out, evaluate=two_nats)
     evaluate(run, initial_state(), 5, limit=1)
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

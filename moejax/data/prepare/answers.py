@@ -107,29 +107,26 @@ class ChatEncoder:
         It reads arguments of calls as objects, as transformers wants them, or as text: with objects
         it then fails, or writes them as Python does.
         """
-        messages, arguments = conversation.messages, conversation.arguments()
+        forms, arguments = [conversation.messages], conversation.arguments()
+        if arguments:
+            forms.append(conversation.with_arguments_as_text())
         of_python = {str(one) for one in arguments} - {as_json(one) for one in arguments}
-
-        def of_python_in(rendered: Rendered) -> int:
-            return sum(rendered.text.count(text) for text in of_python)
-
-        def tried(messages: list[Message]) -> Rendered | BadRowError:
+        found: list[tuple[int, list[Message], Rendered]] = []
+        errors: list[BadRowError] = []
+        for messages in forms:
             try:
-                return self.template.render(messages, conversation.tools, conversation.source)
+                rendered = self.template.render(messages, conversation.tools, conversation.source)
             except BadRowError as error:
-                return error
-
-        rendered = tried(messages)
-        if arguments and (isinstance(rendered, BadRowError) or of_python_in(rendered)):
-            as_text = conversation.with_arguments_as_text()
-            other = tried(as_text)
+                errors.append(error)
+                continue
             # A message may hold what Python writes as well, whatever the template reads.
-            if isinstance(other, Rendered) and (
-                isinstance(rendered, BadRowError) or of_python_in(other) < of_python_in(rendered)
-            ):
-                return as_text, other
-        if isinstance(rendered, BadRowError):
-            raise rendered
+            count = sum(rendered.text.count(text) for text in of_python)
+            found.append((count, messages, rendered))
+            if not count:
+                break
+        if not found:
+            raise errors[0]
+        _, messages, rendered = min(found, key=lambda one: one[0])
         return messages, rendered
 
     def _shared(self, upto: str, whole: str, what: str, source: str) -> str:

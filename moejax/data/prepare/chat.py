@@ -10,8 +10,9 @@ import numpy as np
 from moejax.data.marks import MarkedDocument
 from moejax.data.prepare.answers import ChatEncoder
 from moejax.data.prepare.chat_template import ChatTemplate, load_template
-from moejax.data.prepare.control_tokens import ByteEncoder, ControlEncoder, FileEncoder
+from moejax.data.prepare.control_tokens import ControlEncoder
 from moejax.data.prepare.conversations import conversation_of, read_chat_rows
+from moejax.data.prepare.documents import Skipped
 from moejax.data.prepare.rows import BadRowError
 from moejax.data.sidecar import ChatForm
 from moejax.errors import InputError
@@ -21,64 +22,48 @@ SHOWN = "answer"  # of a conversation that shows how a template ends one
 
 
 class ChatReader:
-    """Reads conversations, and counts the rows that it leaves out."""
+    """Reads conversations as the command line asks."""
 
-    def __init__(self, encoder: ChatEncoder, form: ChatForm, *, skip_bad: bool, dated: bool = True):
-        """Takes whether broken rows are left out, and whether a given day may be written."""
-        self._encoder, self.form, self._skip_bad, self._dated = encoder, form, skip_bad, dated
-        self.num_skipped, self._first_skipped = 0, ""
+    def __init__(self, args: argparse.Namespace):
+        """Opens the chat template and the tokenizer.
 
-    def read(self, files: list[Path]) -> Iterator[MarkedDocument]:
+        Raises:
+          InputError: if one of them cannot be used.
+        """
+        tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
+        named = None if args.chat_template is None else Path(args.chat_template)
+        self._day = None if args.date is None else _day(args.date)
+        self._template = load_template(tokenizer, named, self._day)
+        encoder = ControlEncoder(tokenizer)
+        self._encoder = ChatEncoder(self._template, encoder, args.answers or ANSWERS[0])
+        self.form = form_of(self._template, encoder)
+
+    def read(self, files: list[Path], skipped: Skipped) -> Iterator[MarkedDocument]:
         """Yields the conversations of all files.
 
         Raises:
-          BadRowError: for the first broken row, unless such rows are left out.
+          BadRowError: for the first broken row, unless `skipped` takes it.
         """
         for row in read_chat_rows(files):
             try:
                 document = self._encoder.encode(conversation_of(row))
             except BadRowError as error:
-                if not self._skip_bad:
-                    raise
-                self.num_skipped += 1
-                self._first_skipped = self._first_skipped or str(error)
+                skipped.add(error)
                 continue
             yield document
 
     def notes(self) -> list[str]:
         """Returns what the user should know after all was read."""
-        template, notes = self._encoder.template, []
-        if self.num_skipped:
-            notes.append(
-                f"rows left out as broken: {self.num_skipped:,}. The first: {self._first_skipped}"
-            )
+        name, notes = self._template.name, []
         if self._encoder.num_unended:
             notes.append(
                 f"warning: conversations that end without a control token: "
-                f"{self._encoder.num_unended:,}. {template.name} writes none there, so nothing "
-                f"teaches the model where to stop"
+                f"{self._encoder.num_unended:,}. {name} writes none there, so nothing teaches the "
+                f"model where to stop"
             )
-        if template.is_dated and not self._dated:
-            notes.append(
-                f"{template.name} writes today's date: --date gives the same files on every day"
-            )
+        if self._template.is_dated and self._day is None:
+            notes.append(f"{name} writes today's date: --date gives the same files on every day")
         return notes
-
-
-def chat_reader(args: argparse.Namespace) -> ChatReader:
-    """Returns the reader that the command line asks for.
-
-    Raises:
-      InputError: if the chat template or the tokenizer cannot be used.
-    """
-    tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
-    named = None if args.chat_template is None else Path(args.chat_template)
-    today = None if args.date is None else _day(args.date)
-    template = load_template(tokenizer, named, today)
-    encoder = ByteEncoder() if tokenizer is None else FileEncoder(tokenizer)
-    chat = ChatEncoder(template, encoder, args.answers or ANSWERS[0])
-    form = form_of(template, encoder)
-    return ChatReader(chat, form, skip_bad=args.skip_bad, dated=today is not None)
 
 
 def form_of(template: ChatTemplate, encoder: ControlEncoder) -> ChatForm:

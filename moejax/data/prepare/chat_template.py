@@ -13,13 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moejax.data.named_tokens import (
-    CONFIG,
-    MESSAGE_LIMIT,
-    check_size,
-    named_tokens,
-    read_settings,
-)
+from moejax.data.named_tokens import CONFIG, MESSAGE_LIMIT, check_size, named_tokens, read_settings
 from moejax.data.prepare.control_tokens import BYTES_EOS
 from moejax.data.prepare.conversations import Message
 from moejax.data.prepare.rows import BadRowError

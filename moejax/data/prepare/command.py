@@ -9,7 +9,6 @@ Files are written under temporary names and renamed when they are complete.
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,17 +19,17 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from moejax.config.checks.paths import check_folder
 from moejax.data.marks import MarkedDocument, marks_of
-from moejax.data.prepare.chat import ChatReader, chat_reader
-from moejax.data.prepare.documents import AnyDocument, Skipped, counted, read_documents
+from moejax.data.prepare.chat import ChatReader
+from moejax.data.prepare.documents import AnyDocument, Skipped, read_documents
 from moejax.data.prepare.flags import SUFFIXES, parser
 from moejax.data.prepare.inputs import STDIN, InputFiles, find_inputs, kind_of
 from moejax.data.prepare.split import Split
-from moejax.data.prepare.writers import ArrayRecordWriter, BinWriter, Writer
+from moejax.data.prepare.writers import ArrayRecordWriter, BinWriter
 from moejax.data.sidecar import is_plain_name, sidecar_of
 from moejax.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import open_files, verify
 from moejax.errors import InputError, exit_code
-from moejax.screen import screen, text_column
+from moejax.screen import counted, screen, text_column
 
 SECONDS_BETWEEN_LINES = 10  # of progress without a terminal
 DEFAULT_FRACTION = 0.01  # of the text is held out
@@ -95,21 +94,25 @@ def _write_splits(
       InputError: if a side has no document; nothing is left of the files.
       _ShareMissedError: if another split comes nearer to the share; the same holds.
     """
-    chat = chat_reader(args) if args.chat else None
-    skipped = Skipped()
-    writers: dict[str, Writer] = {}
+    chat = ChatReader(args) if args.chat else None
+    skipped = Skipped(takes_bad=args.skip_bad)
+    writers: dict[str, BinWriter] = {}
     try:
         for side in ("train", "eval") if split.share else ("train",):
             writers[side] = _open_writer(args, side, tokenizer, chat)
-        documents = (
-            chat.read(files.paths) if chat else _documents(args, files.paths, skipped, split.share)
-        )
+        documents: Iterator[AnyDocument | MarkedDocument]
+        if chat is not None:
+            documents = chat.read(files.paths, skipped)
+        else:
+            alone = len(files.paths) == 1 and kind_of(files.paths[0]) == "text"
+            fraction, field = split.share if alone else 0.0, args.text_field or "text"
+            documents = read_documents(files.paths, field, skipped, fraction=fraction)
         _write_documents(documents, split, tokenizer, writers, console)
         if (nearer := split.nearer()) is not None:
             raise _ShareMissedError(nearer)
-        left_out = counted(chat.num_skipped, "broken row") if chat and chat.num_skipped else ""
-        _check_splits(writers, len(files.paths), left_out or skipped.text)
-        _remove_replaced(args)
+        _check_splits(writers, len(files.paths), skipped.text)
+        for path in _outputs(args):  # held-out text of an earlier run may be training text now
+            path.unlink()
         if args.tokenizer is not None:
             # A copy beside the tokens, because sampling needs it and the original may move.
             _copy_tokenizer(Path(args.tokenizer), _tokenizer_copy(args))
@@ -125,10 +128,10 @@ def _write_splits(
             f"held out: {100 * split.held_out_bytes / split.num_bytes:.4g} % of the text, the "
             f"nearest to {100 * split.share:.4g} %: documents stay whole, and equal ones together"
         )
-    return notes + (chat.notes() if chat else skipped.notes())
+    return notes + skipped.notes() + (chat.notes() if chat else [])
 
 
-def _summary(split: str, writer: Writer, chat: bool) -> str:
+def _summary(split: str, writer: BinWriter, chat: bool) -> str:
     learned = f" ({writer.num_targets:,} learned)" if chat else ""
     return (
         f"{split}: {writer.path}  {writer.num_documents:,} documents, "
@@ -136,23 +139,9 @@ def _summary(split: str, writer: Writer, chat: bool) -> str:
     )
 
 
-def _documents(
-    args: argparse.Namespace, files: list[Path], skipped: Skipped, fraction: float
-) -> Iterator[AnyDocument]:
-    """Yields the documents of text, JSONL and Parquet files."""
-    alone = len(files) == 1 and kind_of(files[0]) == "text"
-    return read_documents(
-        files,
-        args.text_field or "text",
-        skipped=skipped,
-        skip_bad=args.skip_bad,
-        fraction=fraction if alone else 0.0,
-    )
-
-
 def _open_writer(
     args: argparse.Namespace, split: str, tokenizer: Tokenizer, chat: ChatReader | None
-) -> Writer:
+) -> BinWriter:
     """Opens the output of one split."""
     form = None if chat is None else chat.form
     path = Path(f"{args.out}.{split}{SUFFIXES[args.format]}")
@@ -192,12 +181,6 @@ def _check_output(args: argparse.Namespace) -> None:
             f"output exists. {existing[0]} is there already. Nothing is replaced unasked. Add "
             f"--overwrite, or choose another --out."
         )
-
-
-def _remove_replaced(args: argparse.Namespace) -> None:
-    """Removes an earlier run's files: their held-out text may be training text now."""
-    for path in _outputs(args):
-        path.unlink()
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -243,17 +226,16 @@ def verify_files(patterns: list[str]) -> None:
 
 
 def _write_documents(
-    documents: Iterator[AnyDocument | MarkedDocument] | Iterator[AnyDocument],
+    documents: Iterator[AnyDocument | MarkedDocument],
     split: Split,
     tokenizer: Tokenizer,
-    writers: dict[str, Writer],
+    writers: dict[str, BinWriter],
     console: Console,
 ) -> None:
     """Streams every document to its side, with progress on a terminal."""
     columns = (SpinnerColumn(), text_column(), TimeElapsedColumn())
     last_update = time.monotonic()
-    told = tokenizer.cuts
-    drawn = console.is_terminal
+    told, drawn = tokenizer.cuts, console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
         task = progress.add_task("reading")
         for number, document in enumerate(documents):
@@ -270,10 +252,7 @@ def _write_documents(
                 tokens = sum(writer.num_tokens for writer in writers.values())
                 text = f"{document.source}  {number:,} documents, {tokens:,} tokens"
                 progress.update(task, description=text)
-                if (
-                    not console.is_terminal
-                    and time.monotonic() - last_update > SECONDS_BETWEEN_LINES
-                ):
+                if not drawn and time.monotonic() - last_update > SECONDS_BETWEEN_LINES:
                     console.print(text, highlight=False, soft_wrap=True)
                     last_update = time.monotonic()
 
@@ -286,7 +265,7 @@ class _ShareMissedError(Exception):
         self.nearer = nearer
 
 
-def _check_splits(writers: dict[str, Writer], num_files: int, left_out: str) -> None:
+def _check_splits(writers: dict[str, BinWriter], num_files: int, left_out: str) -> None:
     """Refuses a side without documents."""
     total = sum(writer.num_documents for writer in writers.values())
     for split, writer in writers.items():
@@ -314,7 +293,3 @@ def _tell_of_large(document: AnyDocument | MarkedDocument, console: Console) -> 
         soft_wrap=True,
     )
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,9 +4,8 @@ In plain text they stay text (`moejax.data.tokenizer`). N: tokens of a text.
 """
 
 import json
-import re
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,29 +23,24 @@ class Encoded(NamedTuple):
     control_N: np.ndarray  # bool
 
 
-@runtime_checkable
-class ControlEncoder(Protocol):
-    """Encodes texts with control tokens."""
+class ControlEncoder:
+    """Encodes texts with control tokens.
 
-    controls: frozenset[str]  # the names of control tokens
+    Attributes:
+      controls: the names of control tokens.
+    """
 
-    def encode(self, text: str) -> Encoded:
-        """Returns the ids of a text."""
-        ...
-
-
-class FileEncoder:
-    """Encodes with a tokenizer.json."""
-
-    def __init__(self, path: Path):
-        library = load_library(path)
-        content = json.loads(library.to_str())
+    def __init__(self, path: Path | None):
+        """Takes a tokenizer.json; None for bytes, whose templates may write BYTES_EOS."""
+        content = bytes_tokenizer() if path is None else json.loads(load_library(path).to_str())
         special = [token for token in content.get("added_tokens") or () if token["special"]]
         self.controls = frozenset(token["content"] for token in special)
         self._ids = np.array([token["id"] for token in special], np.uint32)
         # It would add tokens that the template writes itself, and trim spaces from the offsets.
         content["post_processor"] = None
-        self._library = type(library).from_str(json.dumps(content))
+        from tokenizers import Tokenizer
+
+        self._library = Tokenizer.from_str(json.dumps(content))
         self._library.encode_special_tokens = False
 
     def encode(self, text: str) -> Encoded:
@@ -57,23 +51,23 @@ class FileEncoder:
         return Encoded(token_N, offset_N2[:, 0], offset_N2[:, 1], np.isin(token_N, self._ids))
 
 
-class ByteEncoder:
-    """Encodes as bytes; a template may write BYTES_EOS."""
-
-    controls = frozenset({BYTES_EOS})
-
-    def encode(self, text: str) -> Encoded:
-        """Returns the bytes of a text, and 256 for BYTES_EOS."""
-        parts: list[tuple[list[int], int, int, bool]] = []
-        for match in re.finditer(f"{re.escape(BYTES_EOS)}|(?s:.)", text):
-            control = match[0] == BYTES_EOS
-            ids = [ByteTokenizer.eos_id] if control else list(match[0].encode("utf-8"))
-            parts.append((ids, *match.span(), control))
-        repeats = [len(ids) for ids, *_ in parts]
-        ids, firsts, stops, controls = zip(*parts, strict=True) if parts else ((), (), (), ())
-        return Encoded(
-            np.array([id for group in ids for id in group], np.uint32),
-            np.repeat(np.array(firsts, np.int64), repeats),
-            np.repeat(np.array(stops, np.int64), repeats),
-            np.repeat(np.array(controls, bool), repeats),
-        )
+def bytes_tokenizer() -> dict[str, Any]:
+    """Returns a tokenizer.json with the ids of `ByteTokenizer`."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    # The letters that stand for bytes, as GPT-2 has them.
+    letters = {chr(byte): byte for byte in printed}
+    letters |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    eos = {"id": ByteTokenizer.eos_id, "content": BYTES_EOS, "special": True, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [eos | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
+        "normalizer": None,
+        "pre_tokenizer": {**level, "use_regex": False},
+        "post_processor": None,
+        "decoder": {**level, "use_regex": False},
+        "model": {"type": "BPE", "vocab": letters, "merges": []},
+    }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.data.prepare.inputs import kind_of
-from moejax.data.prepare.rows import BadRowError, Line, ParquetRow, read_lines, read_parquet
+from moejax.data.prepare.rows import BadRowError, Row, read_lines, read_parquet
 from moejax.errors import InputError
 
 DEEPEST = 100  # levels of lists and objects in a message
@@ -67,7 +67,7 @@ class Conversation:
         return _texts([self.messages, self.tools])
 
 
-def read_chat_rows(files: list[Path]) -> Iterator[Line | ParquetRow]:
+def read_chat_rows(files: list[Path]) -> Iterator[Row]:
     """Yields the rows of all files.
 
     Raises:
@@ -86,7 +86,7 @@ def read_chat_rows(files: list[Path]) -> Iterator[Line | ParquetRow]:
             )
 
 
-def conversation_of(row: Line | ParquetRow) -> Conversation:
+def conversation_of(row: Row) -> Conversation:
     """Returns the conversation of a row.
 
     Raises:

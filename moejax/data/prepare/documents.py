@@ -13,6 +13,7 @@ from moejax.data.marks import MarkedDocument
 from moejax.data.prepare.inputs import kind_of, open_bytes
 from moejax.data.prepare.rows import BadRowError, check_unicode, in_utf_8, read_lines, read_parquet
 from moejax.errors import InputError
+from moejax.screen import counted
 
 PIECE = 1 << 20  # bytes of a file, or characters of a text, in one piece
 
@@ -30,10 +31,7 @@ class Document:
 
     def digest(self) -> str:
         """Returns the sha256 of the text as UTF-8."""
-        result = hashlib.sha256()
-        for piece in self.pieces():
-            result.update(piece.encode("utf-8"))
-        return result.hexdigest()
+        return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
 
     def pieces(self) -> Iterator[str]:
         """The text, in parts."""
@@ -150,12 +148,16 @@ def rank_of(document: AnyDocument | MarkedDocument) -> float:
 class Skipped:
     """Counts rows and files that are left out because they are broken, and files without text."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_bad: bool = False):
+        """Takes whether broken rows and files are left out."""
+        self.takes_bad = takes_bad
         self.rows, self.files, self.first = 0, 0, ""
         self.empty: list[Path] = []
 
     def add(self, error: BadRowError, *, file: bool = False) -> None:
-        """Counts a row or a file, and keeps the first message."""
+        """Counts a row or a file, and keeps the first message; or raises the error."""
+        if not self.takes_bad:
+            raise error
         self.files += file
         self.rows += not file
         self.first = self.first or str(error)
@@ -174,49 +176,40 @@ class Skipped:
         return notes
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns "1 file" or "2 files"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _is_readable(file: TextFile, skipped: Skipped) -> bool:
-    """Whether a file is UTF-8 throughout; counts it if it is not."""
+def _is_left_out(file: TextFile, skipped: Skipped) -> bool:
+    """Whether a file is left out because it is not UTF-8 throughout."""
+    if not skipped.takes_bad:
+        return False
     try:
         for _ in file.pieces():
             pass
     except BadRowError as error:
         skipped.add(error, file=True)
-        return False
-    return True
+        return True
+    return False
 
 
 def read_documents(
-    files: list[Path],
-    text_field: str,
-    *,
-    skipped: Skipped | None = None,
-    skip_bad: bool = False,
-    fraction: float = 0.0,
+    files: list[Path], text_field: str, skipped: Skipped | None = None, *, fraction: float = 0.0
 ) -> Iterator[AnyDocument]:
     """Yields the non-empty documents of all files.
 
     Args:
       text_field: field or column of the text.
-      skipped: counts what is left out.
-      skip_bad: whether broken rows and files are left out; a text file is then read once more.
+      skipped: counts what is left out; to leave broken files out reads text files once more.
       fraction: share to hold out of a text file that is alone; 0: it stays whole.
 
     Raises:
-      BadRowError: for the first broken row or file, unless these are left out.
+      BadRowError: for the first broken row or file, unless `skipped` takes it.
     """
-    skipped = Skipped() if skipped is None else skipped
+    skipped = skipped or Skipped()
     for file in files:
         if kind_of(file) == "text":
             with open_bytes(file) as opened:
                 empty = not opened.read(1)
             if empty:
                 skipped.empty.append(file)
-            elif not skip_bad or _is_readable(TextFile(file), skipped):
+            elif not _is_left_out(TextFile(file), skipped):
                 yield from halves(file, fraction) if fraction else [TextFile(file)]
             continue
         rows = read_lines(file) if kind_of(file) == "jsonl" else read_parquet(file, (text_field,))
@@ -225,8 +218,6 @@ def read_documents(
             try:
                 document = Document(_text_of(row.value(), text_field, row.source), row.source)
             except BadRowError as error:
-                if not skip_bad:
-                    raise
                 skipped.add(error)
                 continue
             if document.text:
@@ -236,11 +227,7 @@ def read_documents(
 
 
 def _text_of(value: Any, text_field: str, source: str) -> str:
-    """Returns the text of a row.
-
-    Raises:
-      BadRowError: if it has none, or no string there.
-    """
+    """Returns the text of a row."""
     if isinstance(value, dict) and text_field in value:
         text = value[text_field]
         if not isinstance(text, str):

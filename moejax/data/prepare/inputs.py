@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moejax.errors import InputError
 
@@ -28,10 +28,7 @@ class InputFiles(NamedTuple):
 
 
 def find_inputs(
-    names: Sequence[str],
-    scratch: Path,
-    stdin_format: str = "text",
-    endings: Sequence[str] = (),
+    names: Sequence[str], scratch: Path, stdin_format: str = "text", endings: Sequence[str] = ()
 ) -> InputFiles:
     """Returns the files that arguments name.
 
@@ -139,7 +136,9 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
             if opened.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
                 opened.read(len(BYTE_ORDER_MARK))
             yield opened
-        except (gzip.BadGzipFile, EOFError, zlib.error, _ZstdError) as error:
+        except (OSError, EOFError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk; those of gzip and zstd have no number
             raise InputError(
                 f"a compressed file is damaged. {path}: {error}. It must be whole. Copy it again."
             ) from error
@@ -156,26 +155,4 @@ def _decompressed(path: Path, raw: io.BufferedReader) -> io.BufferedReader:
             f"pyarrow is missing. {path} is compressed by zstd. It comes with an extra. Run "
             f"pip install 'moejax[data]'."
         ) from error
-    return io.BufferedReader(_Zstd(pyarrow.input_stream(raw, compression="zstd")))
-
-
-class _ZstdError(Exception):
-    """A file that zstd cannot read to its end."""
-
-
-class _Zstd(io.RawIOBase):
-    """A stream of pyarrow, whose errors are told from those of the disk."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            return self._stream.readinto(buffer)
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            raise _ZstdError(str(error)) from error
+    return io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))

@@ -16,21 +16,23 @@ class BadRowError(InputError):
     """A row that cannot be used, while others of its file can."""
 
 
-class Line(NamedTuple):
-    """A line of a JSONL file, as it stands there."""
+class Row(NamedTuple):
+    """A line of a JSONL file as it stands there, or the read columns of a row of a Parquet file."""
 
-    raw: bytes
+    content: bytes | dict[str, Any]
     source: str
 
     def value(self) -> Any:
-        """Returns the JSON value.
+        """Returns the JSON value of a line, or the columns by name.
 
         Raises:
-          BadRowError: if it is not JSON, or not UTF-8.
+          BadRowError: if a line is not JSON, or not UTF-8.
         """
+        if isinstance(self.content, dict):
+            return self.content
         try:
             with in_utf_8(self.source):
-                text = self.raw.decode("utf-8")
+                text = self.content.decode("utf-8")
             return json.loads(text)
         # Brackets nested thousands deep end json with RecursionError.
         except (json.JSONDecodeError, RecursionError) as error:
@@ -38,17 +40,6 @@ class Line(NamedTuple):
                 f"line is not JSON. {self.source}: {error}. Every line must be one JSON object. "
                 f"Correct or remove the line."
             ) from error
-
-
-class ParquetRow(NamedTuple):
-    """The read columns of a row of a Parquet file."""
-
-    columns: dict[str, Any]
-    source: str
-
-    def value(self) -> dict[str, Any]:
-        """Returns the columns by name."""
-        return self.columns
 
 
 @contextmanager
@@ -83,15 +74,15 @@ def check_unicode(text: str, source: str) -> None:
         ) from error
 
 
-def read_lines(file: Path) -> Iterator[Line]:
+def read_lines(file: Path) -> Iterator[Row]:
     """Yields the lines of a JSONL file that are not blank."""
     with open_bytes(file) as opened:
         for number, raw in enumerate(opened, 1):
             if raw.strip():
-                yield Line(raw, f"{file}, line {number}")
+                yield Row(raw, f"{file}, line {number}")
 
 
-def read_parquet(file: Path, columns: Sequence[str]) -> Iterator[ParquetRow]:
+def read_parquet(file: Path, columns: Sequence[str]) -> Iterator[Row]:
     """Yields the rows of a Parquet file.
 
     Args:
@@ -124,7 +115,7 @@ def read_parquet(file: Path, columns: Sequence[str]) -> Iterator[ParquetRow]:
             for values in zip(*map(batch.column, wanted), strict=True):
                 source, row = f"{file}, row {row}", row + 1
                 read = {name: value.as_py() for name, value in zip(wanted, values, strict=True)}
-                yield ParquetRow(read, source)
+                yield Row(read, source)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise InputError(
             f"Parquet file is damaged. {file}, after row {row}: "

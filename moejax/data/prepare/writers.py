@@ -8,23 +8,17 @@ import numpy as np
 
 from moejax.data.marks import MarkedDocument, marks_of
 from moejax.data.prepare.documents import AnyDocument
-from moejax.data.sidecar import (
-    BEGUN,
-    FIELDS_OF,
-    MARKED,
-    UNMARKED,
-    ChatForm,
-    Sidecar,
-    sidecar_of,
-)
-from moejax.data.tokenizer import Ends, Tokenizer, digest
+from moejax.data.sidecar import BEGUN, FIELDS_OF, MARKED, UNMARKED, ChatForm, Sidecar, sidecar_of
+from moejax.data.tokenizer import Tokenizer, digest
 from moejax.errors import InputError
 
 CHUNK_TOKENS = 8192
 
 
-class Writer:
-    """Writes a token file under temporary names; subclasses store ids."""
+class BinWriter:
+    """Writes a token file, ids one after the other, under temporary names."""
+
+    format = "bin"
 
     def __init__(
         self,
@@ -41,12 +35,12 @@ class Writer:
         self.tokenizer_sha256 = tokenizer_sha256
         self.partial = _partial(path)
         self.vocab_size, self.chat = tokenizer.vocab_size, chat
-        self.eos_id, self.bos_id = self.ends = Ends(tokenizer.eos_id, tokenizer.bos_id)
-        self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        self.eos_id, self.bos_id = tokenizer.eos_id, tokenizer.bos_id
+        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         self.num_tokens = self.num_bytes = self.num_documents = 0
         self.num_targets = self.target_bytes = 0
         self._marks = _partial(marks_of(path)).open("wb") if marked else None
-        self._open()
+        self._ids = self._open()
         if not marked and self.bos_id is None:
             self._store(np.array([self.eos_id]))
 
@@ -64,7 +58,7 @@ class Writer:
 
     def _check_inside(self, ids: np.ndarray, source: str) -> None:
         """Refuses the tokens around documents inside of one."""
-        for name, id in zip(("eos", "bos"), self.ends, strict=True):
+        for name, id in (("eos", self.eos_id), ("bos", self.bos_id)):
             if id is not None and (ids == id).any():
                 remedy = "Choose another --eos, or take" if name == "eos" else "Take"
                 raise InputError(
@@ -88,13 +82,12 @@ class Writer:
             yield piece
 
     def _store(self, ids: np.ndarray) -> None:
-        array = ids.astype(np.dtype(self.dtype).newbyteorder("<"))
-        self.num_tokens += len(array)
-        self._put(array)
+        self.num_tokens += len(ids)
+        self._ids.write(ids.astype(self.dtype.newbyteorder("<")).tobytes())
 
     def finish(self) -> None:
         """Closes the files, writes the sidecar, and renames them to their final names."""
-        self._close()
+        self._ids.close()
         marks, marks_sha256 = marks_of(self.path), None
         if self._marks is not None:
             self._marks.close()
@@ -112,7 +105,7 @@ class Writer:
         sidecar = Sidecar(
             format_version=version,
             format=self.format,
-            dtype=self.dtype,
+            dtype=self.dtype.name,
             vocab_size=self.vocab_size,
             eos_id=self.eos_id,
             num_tokens=self.num_tokens,
@@ -132,22 +125,15 @@ class Writer:
 
     def abandon(self) -> None:
         """Removes the temporary files."""
-        self._close()
+        self._ids.close()
         self.partial.unlink(missing_ok=True)
         if self._marks is not None:
             self._marks.close()
             _partial(marks_of(self.path)).unlink(missing_ok=True)
 
-    format = ""
-
-    def _open(self) -> None:
-        raise NotImplementedError
-
-    def _put(self, array: np.ndarray) -> None:
-        raise NotImplementedError
-
-    def _close(self) -> None:
-        raise NotImplementedError
+    def _open(self) -> "BinaryIO | _Records":
+        """Opens the file of the ids."""
+        return self.partial.open("wb")
 
 
 def _partial(path: Path) -> Path:
@@ -155,48 +141,34 @@ def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-class BinWriter(Writer):
-    """Writes ids one after the other."""
-
-    format = "bin"
-    _file: BinaryIO
-
-    def _open(self) -> None:
-        self._file = self.partial.open("wb")
-
-    def _put(self, array: np.ndarray) -> None:
-        self._file.write(array.tobytes())
-
-    def _close(self) -> None:
-        self._file.close()
-
-
-class ArrayRecordWriter(Writer):
+class ArrayRecordWriter(BinWriter):
     """Writes records of CHUNK_TOKENS ids; the last one is shorter."""
 
     format = "array_record"
 
-    def _open(self) -> None:
+    def _open(self) -> "_Records":
+        return _Records(self.partial, CHUNK_TOKENS * self.dtype.itemsize)
+
+
+class _Records:
+    """An ArrayRecord file, written as a stream of bytes."""
+
+    def __init__(self, path: Path, record_bytes: int):
         from array_record.python.array_record_module import ArrayRecordWriter as Library
 
         # One record a group, because sequences are read at random.
-        self._writer = Library(str(self.partial), "group_size:1")
-        self._waiting: list[np.ndarray] = []
-        self._num_waiting = 0
+        self._library = Library(str(path), "group_size:1")
+        self._waiting, self._record_bytes = bytearray(), record_bytes
 
-    def _put(self, array: np.ndarray) -> None:
-        self._waiting.append(array)
-        self._num_waiting += len(array)
-        if self._num_waiting >= CHUNK_TOKENS:
-            joined = np.concatenate(self._waiting)
-            whole = len(joined) // CHUNK_TOKENS * CHUNK_TOKENS
-            for start in range(0, whole, CHUNK_TOKENS):
-                self._writer.write(joined[start : start + CHUNK_TOKENS].tobytes())
-            self._waiting, self._num_waiting = [joined[whole:]], len(joined) - whole
+    def write(self, content: bytes) -> None:
+        self._waiting += content
+        while len(self._waiting) >= self._record_bytes:
+            self._library.write(bytes(self._waiting[: self._record_bytes]))
+            del self._waiting[: self._record_bytes]
 
-    def _close(self) -> None:
-        if not self._writer.is_open():
+    def close(self) -> None:
+        if not self._library.is_open():
             return
-        if self._num_waiting:
-            self._writer.write(np.concatenate(self._waiting).tobytes())
-        self._writer.close()
+        if self._waiting:
+            self._library.write(bytes(self._waiting))
+        self._library.close()
