@@ -5,7 +5,7 @@ import importlib.metadata
 import jax
 import pytest
 
-from moejax.doctor.machine import main
+from moejax.doctor.command import main
 
 OLMOE = ["--config", "configs/olmoe_1b_7b.py"]
 

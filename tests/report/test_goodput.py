@@ -17,9 +17,9 @@ from moejax.report.goodput import (
     ROLLED_BACK,
     TRAINING,
     UNKNOWN,
+    main,
     read_goodput,
 )
-from moejax.report.goodput_command import main
 from moejax.report.timeline import goodput_data
 
 
