@@ -3,11 +3,10 @@
 Only `initial_state` touches a device.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from moejax.config.schema import Config
 from moejax.data.sources import Content
 from moejax.errors import InputError, NoMeshError
 from moejax.runtime.assignment import changes_hosts
-from moejax.runtime.event_log import RunLock
+from moejax.runtime.event_log import RunLock, read_events
 from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
@@ -341,10 +340,7 @@ def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
 def _final_eval(path: Path, step: int) -> dict[str, float | None]:
     """Returns a run's recorded final evaluation; empty without one."""
     values: dict[str, float | None] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        # The last line of a run that was killed may be half a line.
-        with suppress(ValueError):
-            record = json.loads(line)
-            if (record["event"], record["step"]) == ("final_eval", step):
-                values = {name: record[name] for name in (*EVALUATED, "targets") if name in record}
+    for record in read_events(path):
+        if (record.get("event"), record.get("step")) == ("final_eval", step):
+            values = {name: record[name] for name in (*EVALUATED, "targets") if name in record}
     return values
