@@ -153,7 +153,7 @@ def _check_all(checks: Checks, cfg: Config | None, run_dir: Path | None) -> None
     directory = run_dir or (None if cfg is None else Path(cfg.run_dir))
     if directory is not None:
         _check_directory(checks, directory)
-    for name, axes in groups_of(parts.layout):
+    for name, axes in groups_of(parts.layout).items():
         size, between = parts.layout.size(axes), bool(parts.layout.between_nodes(axes))
         label = f"all-to-all over {name} ({size}), {'across nodes' if between else 'in a node'}"
         checks.run(label, name, partial(check_exchange, parts.mesh, axes, processes))

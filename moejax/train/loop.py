@@ -43,7 +43,7 @@ from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.evaluation import finish
-from moejax.train.faults.bad_steps import recent_of
+from moejax.train.faults.bad_steps import RECENT
 from moejax.train.faults.watching import watching
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.memory.start import Memory
@@ -294,7 +294,7 @@ def restore(
     found = origin.memory.resume(
         train_step, inputs.content, inputs.skipped, base, console, note
     ) or resume(train_step, origin.saved, origin.choose, processes, console, note)
-    state, recent = (None, {}) if found is None else (found.state, recent_of(found.facts))
+    state, recent = (None, {}) if found is None else (found.state, found.facts.get(RECENT, {}))
     return initial_state(train_step, state, origin.source, console, processes), recent
 
 

@@ -99,19 +99,14 @@ def check_paths(cfg: Config) -> None:
       InputError: as the run would.
     """
     check_keep(cfg)
+    check_has_base(cfg)
     check_places(cfg)
     check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
     if cfg.checkpoint.memory_every is not None:
         place = cfg.checkpoint.memory_dir
         check_folder(Path(place), f"`checkpoint.memory_dir` = {place}")
     if cfg.lora.rank is not None or not finished_steps(Path(cfg.run_dir) / "checkpoints"):
-        _source(cfg, "size", ALONE)
-
-
-def _source(cfg: Config, verify: str, processes: Processes) -> Source | None:
-    """Returns the weights that `checkpoint.init_from` names, if any. Adapters must have some."""
-    check_has_base(cfg)
-    return find_source(cfg, verify, processes)
+        find_source(cfg, "size", ALONE)
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:
@@ -196,7 +191,7 @@ def choose_checkpoint(
         notes += [f"data changed since the checkpoint: {change}" for change in changes]
         if cfg.lora.rank is None:
             return saved, None, notes
-    source = _source(cfg, cfg.checkpoint.verify, processes)
+    source = find_source(cfg, cfg.checkpoint.verify, processes)
     if saved is not None and (base := base_of(cfg, source)) is not None:
         check_same_base(saved.manifest, base)
     return saved, source, notes

@@ -4,8 +4,7 @@ All processes see the same numbers, so all decide the same at the same step.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moejax.checkpoint.manifest import finished_steps
 from moejax.errors import DivergedError
@@ -54,7 +53,7 @@ class SkipCounter:
         return Skipped(step, float(metrics.loss), float(metrics.gradient_norm), self.in_a_row)
 
 
-RECENT = "recent_losses"  # an entry of manifests: `Run.recent`
+RECENT = "recent_losses"  # an entry of manifests, not of older ones: `Run.recent`
 
 
 class BadSteps(NamedTuple):
@@ -72,11 +71,6 @@ class GoBackError(Exception):
         """Takes the interrupt too: meanwhile this process may have been asked to stop."""
         super().__init__(bad.seen)
         self.bad, self.interrupt = bad, interrupt
-
-
-def recent_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a manifest's entry about the losses before it; empty in older manifests."""
-    return facts.get(RECENT, {})
 
 
 class StepCheck:
