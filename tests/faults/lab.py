@@ -250,10 +250,10 @@ def recording(folder: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", "tests.faults.recording", "--to", str(folder), "--")
 
 
-def with_wrong_clock(member: int, hours: float = 30) -> tuple[str, ...]:
+def with_wrong_clock(member: int) -> tuple[str, ...]:
     """Returns the train command, in which the wall clock of one of its processes is wrong."""
-    words = ("--process", str(member), "--hours", str(hours))
-    return (sys.executable, "-m", "tests.faults.clock", *words, "--")
+    words = ("--fault", "clock", "--process", str(member))
+    return (sys.executable, "-m", "tests.faults.faulty", *words, "--")
 
 
 def seeded(seed: int) -> tuple[int, int, float]:
