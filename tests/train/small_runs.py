@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 
 import jax
 import pytest
@@ -56,12 +55,6 @@ def batch(position):
     tokens = open_inputs(config("nowhere")).train.rows(position, 0, 4).token_BT
     tokens[:, 0] = 0
     return digest(tokens)
-
-
-def events(run_dir, name):
-    """The lines of a run's metrics with an event."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
 
 
 def train(cfg, bad, *, die=None, jump=False):

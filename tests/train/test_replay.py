@@ -10,7 +10,8 @@ from moejax.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
 from moejax.train import __main__, replay
-from tests.train.small_runs import EVERY, STEPS, config, events, run_again, train
+from tests.integration.runs import records as events
+from tests.train.small_runs import EVERY, STEPS, config, run_again, train
 
 BAD = {5, 6}
 

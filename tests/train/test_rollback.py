@@ -17,7 +17,8 @@ from moejax.train.faults import spikes
 from moejax.train.faults.bad_steps import BadSteps, StepCheck
 from tests.annotations import without_annotations
 from tests.cases import step_for
-from tests.train.small_runs import STEPS, batch, config, events, train
+from tests.integration.runs import records as events
+from tests.train.small_runs import STEPS, batch, config, train
 
 
 @pytest.fixture
