@@ -12,8 +12,6 @@ from moejax.doctor.command import main
 from moejax.kernels.choice import Choice
 from tests.cases import small_config
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")
-
 
 def said(capsys):
     return " ".join(capsys.readouterr().out.split())

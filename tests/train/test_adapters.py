@@ -29,8 +29,6 @@ from moejax.train.start import (
 )
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")
-
 NO_DATA = {"train": [], "held_out": []}
 LORA = LoraConfig(rank=2, base_dtype="bfloat16")
 

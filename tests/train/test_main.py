@@ -65,7 +65,6 @@ def test_a_dry_run_without_known_nodes_says_that_codecs_are_not_counted(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked_annotations")
 def test_a_dry_run_estimates_memory_on_the_platform_that_its_plan_is_for(
     tmp_path, monkeypatch, capsys
 ):

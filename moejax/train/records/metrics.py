@@ -2,6 +2,8 @@
 
 import math
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import masked_crc32c
 
+from moejax.errors import StorageFullError, writing
 from moejax.runtime.event_log import EventLog
 from moejax.step.state import Metrics
-from moejax.train.records.board import Board
 from moejax.train.records.trackers import Trackers
 
 # Values that an evaluation records, and their display.
@@ -160,6 +165,50 @@ def held_out_text(values: Mapping[str, float | None]) -> str:
     return ", ".join(
         template.format(known[name]) for name, template in EVALUATED.items() if name in known
     )
+
+
+class Board:
+    """Adds numbers by tag and step to a new file of TensorBoard's events.
+
+    Each is written at once, in the caller's thread. tensorboardX's own writer uses a thread: a full
+    disk ends it unnoticed, and the run then waits forever for space in its queue.
+    """
+
+    def __init__(self, directory: Path):
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self.path = directory / name
+        with writing(self.path):
+            directory.mkdir(parents=True, exist_ok=True)
+            # Without a buffer, closing has nothing left to write.
+            self._file = self.path.open("ab", buffering=0)
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        except StorageFullError:
+            self.close()
+            raise
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a number for each tag."""
+        values_of = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        if values_of:
+            self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values_of)))
+
+    def _write(self, event: Event) -> None:
+        left = _tfrecord(event.SerializeToString())
+        with writing(self.path):
+            while left:
+                left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _tfrecord(data: bytes) -> bytes:
+    """Returns one record of a TFRecord file: length, data, and a checksum of each."""
+    length = struct.pack("<Q", len(data))
+    sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+    return length + sums[0] + data + sums[1]
 
 
 class Records:

@@ -38,11 +38,6 @@ MESHES = [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 4, 1)]
 CONTENT = {"train": [], "held_out": []}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole steps are traced."""
-
-
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     monkeypatch.setenv("MOEJAX_HOST", "host-0")
