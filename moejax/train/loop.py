@@ -11,7 +11,7 @@ All processes run this code. Process 0 alone writes records and shows lines.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,15 +147,11 @@ def join_program(
         join_orbax(processes)
         check_same_config(cfg, processes)
         lock = processes.together(lambda: claim(run_dir, patience_s) if processes.first else None)
-        try:
-            shown = console if processes.first else screen(quiet=True)
-            with watching(cfg, processes) as watch:
-                yield Start(cfg, inputs, shown, processes, watch, assignment)
-                # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
-                processes.gather("done")
-        finally:
-            if lock is not None:
-                lock.close()
+        shown = console if processes.first else screen(quiet=True)
+        with nullcontext() if lock is None else closing(lock), watching(cfg, processes) as watch:
+            yield Start(cfg, inputs, shown, processes, watch, assignment)
+            # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
+            processes.gather("done")
 
 
 @dataclass
