@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moejax.checkpoint.manifest import read_manifest, write_manifest
@@ -181,28 +182,40 @@ def broken(content: bytes, draw: random.Random) -> bytes:
     return content
 
 
-def tally(reader: Reader, folder: Path, seeds: Iterable[int]) -> tuple[int, dict[int, str]]:
-    """Makes a reader's trials in a folder, which must be the working directory.
+@dataclass
+class Tally:
+    """What came of a reader's trials.
 
-    Returns how many files were refused in one line, and by seed what went wrong: any other
-    exception. The rest was read.
+    Attributes:
+      refused: in one line, with an InputError.
+      crashed: by seed, any other exception.
     """
+
+    read: int = 0
+    refused: int = 0
+    crashed: dict[int, str] = field(default_factory=dict)
+
+
+def tally(reader: Reader, folder: Path, seeds: Iterable[int]) -> Tally:
+    """Makes a reader's trials in a folder, which must be the working directory."""
     files, read = reader(folder)
     whole = {path: path.read_bytes() for path in files}
     read()
-    refused, crashed = 0, {}
+    found = Tally()
     for seed in seeds:
         draw = random.Random(f"{reader.__name__} {seed}")
         path = draw.choice(files)
         path.write_bytes(broken(whole[path], draw))
         try:
             read()
+            found.read += 1
         except InputError as error:
-            refused += 1
             if "\n" in str(error).strip() or not str(error):
-                crashed[seed] = f"{path.name}: not one line: {error!r}"
+                found.crashed[seed] = f"{path.name}: not one line: {error!r}"
+            else:
+                found.refused += 1
         except Exception as error:  # of any kind: that there is none is what is tried
-            crashed[seed] = f"{path.name}: {error!r}"
+            found.crashed[seed] = f"{path.name}: {error!r}"
         finally:
             path.write_bytes(whole[path])
-    return refused, crashed
+    return found
