@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from moejax.train.records.metrics import Meter, Records
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     """Time that passes when told."""
-    fake = SimpleNamespace(now=100.0, perf_counter=lambda: fake.now)
+    fake = SimpleNamespace(now=100.0, perf_counter=lambda: fake.now, time=time.time)
     monkeypatch.setattr(metrics, "time", fake)
     return fake
 
@@ -148,7 +149,7 @@ def test_records_are_json_lines_and_tensorboard_events(tmp_path, clock):
 
 def shown(clock, terminal, width=200):
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=width)
+    console = Console(file=out, force_terminal=terminal, width=width, markup=False)
     with Display(console, 30, 10) as display:
         display.step(11)
         display.show(report(clock))
