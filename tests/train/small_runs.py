@@ -7,6 +7,7 @@ import jax
 import pytest
 from rich.console import Console
 
+from moejax.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from moejax.config.schema import CheckpointConfig, DataConfig
 from moejax.train import loop, planning, replay
 from moejax.train.inputs import open_inputs
@@ -55,6 +56,16 @@ def batch(position):
     tokens = open_inputs(config("nowhere")).train.rows(position, 0, 4).token_BT
     tokens[:, 0] = 0
     return digest(tokens)
+
+
+def change_manifest(step, change):
+    """Has `change` alter what the manifest of a checkpoint says about the run."""
+    facts = read_manifest(step)
+    for name in ("format_version", "files", "digest"):  # which are written anew
+        del facts[name]
+    change(facts)
+    (step / MANIFEST).unlink()
+    write_manifest(step, facts)
 
 
 def train(cfg, bad, *, die=None, jump=False):
