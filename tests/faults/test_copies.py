@@ -11,7 +11,8 @@ import signal
 
 import pytest
 
-from tests.faults.copies import EVERY, ON_HOSTS, flip_newest, settings, step_of
+from tests.faults.copies import EVERY, ON_HOSTS, settings, step_of
+from tests.faults.damage import spoil
 from tests.faults.lab import STEPS, TRAIN, send
 from tests.faults.takeover import OTHERS, check_losses
 from tests.integration.runs import assert_same_end, records
@@ -80,9 +81,10 @@ def test_more_processes_fetch_from_the_host_that_is_left(lab):
 
 
 def test_a_flipped_bit_is_said_and_the_copy_of_the_neighbour_is_taken(lab):
-    step = newest(killed(lab, "flipped")[0])
-    slot = flip_newest(lab, "flipped", random.Random(0))
-    assert step_of(slot) == step
+    host, _ = killed(lab, "flipped")
+    step = newest(host)
+    (slot,) = (path for path in host.glob("0-?.slot") if step_of(path) == step)
+    spoil(slot, "flip", random.Random(0))
     said = goes_on(lab, "flipped", step)
     assert f"copy in memory {slot.with_suffix('')} removed: it has digest" in said
     assert_same_end(lab.folder / "straight", lab.folder / "flipped")
