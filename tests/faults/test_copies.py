@@ -83,7 +83,8 @@ def test_more_processes_fetch_from_the_host_that_is_left(lab):
 def test_a_flipped_bit_is_said_and_the_copy_of_the_neighbour_is_taken(lab):
     host, _ = killed(lab, "flipped")
     step = newest(host)
-    (slot,) = (path for path in host.glob("0-?.slot") if step_of(path) == step)
+    (record,) = (path for path in host.glob("0-?.json") if step_of(path) == step)
+    slot = record.with_suffix(".slot")
     spoil(slot, "flip", random.Random(0))
     said = goes_on(lab, "flipped", step)
     assert f"copy in memory {slot.with_suffix('')} removed: it has digest" in said

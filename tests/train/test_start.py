@@ -130,6 +130,7 @@ def resumed(directory, cfg):
         {"nodes": 4},  # the same axes: fsdp crosses nodes now, and shapes differ
         {"weights": "whole"},  # all shapes are the same, of other weights
         {"codec": "int4+feedback"},
+        {"codec": "none"},
         {"mesh": (4, 1, 1, 2)},
     ],
     ids=str,
