@@ -158,7 +158,6 @@ def test_a_check_that_hangs_is_ended_with_a_line(capsys, monkeypatch):
     ("flags", "words"),
     [
         (["--mesh", "--smoke"], "Leave out the others"),
-        (["--mesh", "--target", "h200"], "Leave out the others"),
         (["--mesh", "--coordinator", "a:1"], "Leave out the others"),
         (["--deadline", "5"], "It is for --mesh"),
         (["--mesh", "--deadline", "0"], "from 1 on"),
