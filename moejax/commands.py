@@ -25,7 +25,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("train a model", "moejax.train.__main__"),
     "report": Command("show the results of runs as a page", "moejax.report.command"),
-    "goodput": Command("tell how a run spent its time", "moejax.report.goodput_command"),
+    "goodput": Command("tell how a run spent its time", "moejax.report.goodput"),
     "prepare": Command(
         "turn text into token files", "moejax.data.prepare.command", "moejax.data.prepare.flags"
     ),
@@ -42,7 +42,6 @@ COMMANDS = {
     "doctor": Command(
         "say which kernels run here, and why; --smoke, --mesh: checks",
         "moejax.doctor.command",
-        "moejax.doctor.machine",
     ),
     "aot": Command("compile the train step for a cluster that is not here", "moejax.aot.command"),
 }

@@ -94,7 +94,7 @@ def test_what_a_command_returns_is_its_code():
 
 
 HELPS = ("train.__main__", "plan.command", "plan.probe.command", "evaluate.command")
-HELPS += ("report.command", "report.goodput_command", "data.prepare.flags", "serve.command")
+HELPS += ("report.command", "report.goodput", "data.prepare.flags", "serve.command")
 
 
 def test_pages_that_helps_name_can_be_opened_from_anywhere(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from moejax.config.checks import check, resolve_mesh
 from moejax.config.checks.planned import is_planned
 from moejax.config.fields import change
 from moejax.config.schema import Config, MeshConfig
-from moejax.doctor.machine import show_findings, versions
+from moejax.doctor.machine import versions
 from moejax.doctor.mesh_checks import (
     WrongError,
     check_exchange,
@@ -26,7 +26,7 @@ from moejax.doctor.mesh_checks import (
     groups_of,
     measure_exchange,
 )
-from moejax.doctor.place import Finding, check_directory
+from moejax.doctor.place import Finding, check_directory, show_findings
 from moejax.errors import InputError
 from moejax.kernels.select import hardware_of, select_kernels
 from moejax.layout.layout import Layout, build_layout
@@ -153,7 +153,7 @@ def _check_all(checks: Checks, cfg: Config | None, run_dir: Path | None) -> None
     directory = run_dir or (None if cfg is None else Path(cfg.run_dir))
     if directory is not None:
         _check_directory(checks, directory)
-    for name, axes in groups_of(parts.layout):
+    for name, axes in groups_of(parts.layout).items():
         size, between = parts.layout.size(axes), bool(parts.layout.between_nodes(axes))
         label = f"all-to-all over {name} ({size}), {'across nodes' if between else 'in a node'}"
         checks.run(label, name, partial(check_exchange, parts.mesh, axes, processes))

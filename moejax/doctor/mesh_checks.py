@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,18 +32,11 @@ class WrongError(Exception):
     """A check failed; the message says how. The processes can go on together."""
 
 
-class Group(NamedTuple):
-    """Devices among which all-to-alls are checked: along `axes`, all such groups at once."""
-
-    name: str
-    axes: Axes
-
-
-def groups_of(layout: Layout) -> list[Group]:
+def groups_of(layout: Layout) -> dict[str, Axes]:
     """Returns each axis of several devices, and all axes together if there are several."""
-    named = {name: getattr(layout, name) for name in AXES}
-    found = [Group(name, axes) for name, axes in named.items() if layout.size(axes) > 1]
-    return [*found, Group("all devices", layout.mesh_axes)] if len(found) > 1 else found
+    named: dict[str, Axes] = {name: getattr(layout, name) for name in AXES}
+    found = {name: axes for name, axes in named.items() if layout.size(axes) > 1}
+    return found | {"all devices": layout.mesh_axes} if len(found) > 1 else found
 
 
 def check_exchange(mesh: Mesh, axes: Axes, processes: Processes) -> str:

@@ -6,9 +6,12 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
 
 PATIENCE_S = 5.0  # for an address to answer
 
@@ -106,3 +109,15 @@ def check_coordinator(address: str) -> list[Finding]:
     except OSError as error:
         why = error.strerror or f"no answer within {PATIENCE_S:.0f} s"
         return [Finding(check, False, f"{why}: a firewall, or the wrong address")]
+
+
+def show_findings(findings: Sequence[Finding], console: Console) -> int:
+    """Prints a table of findings, and a verdict. Returns the exit code: 1 if one does not hold."""
+    table = Table("check", "holds", "")
+    for one in findings:
+        table.add_row(one.check, "yes" if one.holds else "NO", one.text)
+    console.print(table)
+    failed = [one.check for one in findings if not one.holds]
+    verdict = f"not ready: {', '.join(failed)}" if failed else "ready"
+    console.print(verdict, highlight=False, soft_wrap=True)
+    return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""The time that a run spent on steps that count, and on everything else.
+"""The command `moejax goodput`: the time of a run in steps that count, and in everything else.
 
 Reads `events/0.jsonl`, the log of process 0 (docs/formats/events.md). A run is a row of starts,
 each with its beginning, its stages and its last event. Steps that a later start did again were
@@ -6,14 +6,31 @@ lost, as were steps that a run rolled back. The last steps of a killed start are
 alone.
 """
 
+import argparse
 import bisect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moejax.errors import InputError
+from rich.console import Console
+from rich.table import Table
+
+from moejax.config.command_line import Parser
+from moejax.errors import InputError, exit_code
+from moejax.runtime.event_log import parse_line
+from moejax.screen import screen
+
+EPILOG = """\
+examples:
+  moejax goodput runs/tiny
+  moejax goodput runs/tiny --json      # for scripts
+
+Goodput is the share of time in steps that count: not those that a later start
+did again, or that the run rolled back. docs/formats/events.md says what a run
+writes down for it.
+"""
 
 EVENTS = Path("events")
 LOG = EVENTS / "0.jsonl"
@@ -47,6 +64,54 @@ NEEDED = {
 }
 IN_METRICS = ("first_step", "step", "start", "rolled_back")
 LARGEST = 1e12  # seconds or steps: what is more is a damaged line
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    command = Parser(
+        prog="moejax goodput",
+        description="Tells how a run spent its time, and what its restarts cost.",
+        epilog=EPILOG,
+    )
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of a run")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return command
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command. Returns the exit code."""
+    args = parser().parse_args(argv)
+    stopped = "nothing of the run was changed"
+    return exit_code(lambda: _run(args), stopped=stopped, debug=args.debug, files=True)
+
+
+def _run(args: argparse.Namespace) -> None:
+    found = read_goodput(args.run_dir)
+    if args.json:
+        print(json.dumps({"goodput": found.share, **asdict(found)}))
+    else:
+        show(found, screen())
+
+
+def show(found: "Goodput", console: Console) -> None:
+    """Prints the tables of times and of restarts."""
+    console.print(f"goodput {found.share:.1%} of {found.total:,.0f} s", highlight=False)
+    table = Table("time in", "seconds", "share")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, seconds in sorted(found.seconds.items(), key=lambda pair: -pair[1]):
+        if seconds:
+            table.add_row(name, f"{seconds:,.1f}", f"{seconds / found.total:.1%}")
+    console.print(table)
+    if not found.restarts:
+        console.print("no restarts")
+        return
+    table = Table("restart at step", "steps lost", "down s", "to next steps s", "before it")
+    for one in found.restarts:
+        recovered = "-" if one.recovered is None else f"{one.recovered:,.1f}"
+        table.add_row(str(one.step), str(one.lost), f"{one.down:,.1f}", recovered, one.how)
+    console.print(table)
 
 
 @dataclass
@@ -201,24 +266,16 @@ def _add_metrics(starts: Sequence[Start], metrics: Path) -> None:
 def events_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the events of a log; skips damaged lines, such as half a line after a kill."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            if (event := event_of(text)) is not None:
-                yield event
+        yield from filter(None, map(event_of, file))
 
 
 def event_of(text: str | bytes) -> dict[str, Any] | None:
     """Returns the event of a line; None if it holds none, or one without its fields."""
-    try:
-        event = json.loads(text)
-    except (ValueError, RecursionError):  # brackets nested thousands deep
-        return None
-    if not isinstance(event, dict):
-        return None
+    event = parse_line(text)
     kind = event.get("event")
     needed = NEEDED.get(kind, BEGIN) if isinstance(kind, str) else BEGIN
-    return (
-        event if all([_is_number(event.get(name, default)) for name, default in needed]) else None
-    )
+    whole = all(_is_number(event.get(name, default)) for name, default in needed)
+    return event if whole else None
 
 
 def _is_number(value: Any) -> bool:

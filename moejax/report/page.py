@@ -96,7 +96,8 @@ def run_data(run: RunRecord) -> dict[str, Any]:
         },
         "events": run.events[-SHOWN_EVENTS:],
         "left_out": max(len(run.events) - SHOWN_EVENTS, 0),
-        "starts": [start_data(start) for start in run.starts],
+        # Without configs, which `changes` tells.
+        "starts": [{k: v for k, v in start.items() if k != "config"} for start in run.starts],
         "changes": changes(run.starts),
         "config": flat(run.config),
         "experts": loads_data(run),
@@ -173,11 +174,6 @@ def loads_data(run: RunRecord) -> dict[str, Any] | None:
     }
 
 
-def start_data(start: dict[str, Any]) -> dict[str, Any]:
-    """Returns a start without its config, which `changes` tells."""
-    return {name: value for name, value in start.items() if name != "config"}
-
-
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns dotted names of settings and their values."""
     found: dict[str, Any] = {}
@@ -193,17 +189,15 @@ def changes(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the differences between one start and the next: `step`, `name`, `before`, `after`."""
     rows = []
     for first, second in itertools.pairwise(starts):
-        old, new = (_facts(start) for start in (first, second))
+        old, new = _facts(first), _facts(second)
         for name in sorted({*old, *new}):
             before, after = old.get(name), new.get(name)
             if before != after:
-                row = {"step": second["step"], "name": name, "before": before, "after": after}
-                rows.append(row)
+                rows.append(dict(step=second["step"], name=name, before=before, after=after))
     return rows
 
 
 def _facts(start: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a start, and the versions and devices that it ran with."""
     kept = ("devices", "device", "processes", "nodes", "jax", "moejax")
     config = start.get("config")
     settings = flat(config) if isinstance(config, dict) else {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.errors import InputError
+from moejax.runtime.event_log import parse_line
 
 METRICS, EXPERTS, CONFIG, PLAN = "metrics.jsonl", "experts.jsonl", "config.json", "plan.json"
 # Events that are curves on the page; all others are marks on the axis of steps.
@@ -103,11 +104,8 @@ def lines_of(path: Path, run: RunRecord) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSONL file, and notes lines that hold none, such as half of one."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):  # brackets nested thousands deep
-                line = None
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
+            line = parse_line(text)
+            if isinstance(line.get("step"), int):
                 yield line
             elif text.strip():
                 run.damaged.append(f"{path.name}, line {number}: no record")

@@ -20,31 +20,14 @@ from moejax.train.records.profile import DIRECTORY, PROGRAM
 
 KEPT = "stages.json"
 STAGES = (
-    "embed",
-    "attention",
-    "mlp",
-    "router",
-    "routing",
-    "dispatch",
-    "experts",
-    "combine",
-    "activations",
-    "weights",
-    "dense_gradient",
-    "expert_gradient",
-    "stage",
-    "stage_gradient",
-    "loss",
-    "predict_ahead",
-    "update",
-)
+    "embed", "attention", "mlp", "router", "routing", "dispatch", "experts", "combine",
+    "activations", "weights", "dense_gradient", "expert_gradient", "stage", "stage_gradient",
+    "loss", "predict_ahead", "update",
+)  # fmt: skip
 OTHER = "other"
 LARGEST = 2 * 2**30  # bytes of a trace that is read
-
-
 # Their bodies' operations have events of their own, on a CPU often in other threads.
 CONTROL = ("while", "conditional", "call")
-
 
 Rows = dict[str, dict[str, float]]  # by stage; see `stage_times`
 

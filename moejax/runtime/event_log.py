@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,22 @@ class EventLog:
         """Closes the file."""
         with writing(self._path):  # writes the rest of a line that did not fit on the disk
             self._file.close()
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a log, none if there is no log; damaged lines are left out."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from filter(None, map(parse_line, file))
+
+
+def parse_line(text: str | bytes) -> dict[str, Any]:
+    """Returns the object of a line; empty if it holds none, such as half a line after a kill."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):  # brackets nested thousands deep
+        return {}
+    return line if isinstance(line, dict) else {}
 
 
 def _drop_half_a_line(path: Path) -> None:

@@ -33,12 +33,6 @@ once saves and stops, twice stops at once. Exit codes: 0 done, 2 bad input,
 """
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Splits the command line into flags and `--config.a.b=value` overrides."""
-    rest, overrides = split_overrides(argv)
-    return parser().parse_args(rest), overrides
-
-
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     command = Parser(
@@ -74,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
-    args, overrides = parse(sys.argv[1:] if argv is None else argv)
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(rest)
     stopped = "the last finished checkpoint is intact"
     return exit_code(lambda: run(args, overrides), stopped=stopped, debug=args.debug)
 
@@ -146,7 +141,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     planned = plan_dry(replace(cfg, mesh=mesh), devices)
     # Only simulated devices must be shared by this program's processes; others need not be here.
     processes = None if mesh.simulated_devices is None else find_rank().count
-    platform = mesh.platform or planned.platform or "cpu"
+    platform = mesh.platform or (planned.plan and planned.plan.platform) or "cpu"
     cfg = resolve_mesh(planned.cfg, devices, platform, processes=processes)
     open_inputs(cfg)
     check_paths(cfg)
@@ -165,20 +160,21 @@ def _dry_notes(train_step: "TrainStep", summary: "Summary", planned: "RunPlan") 
     from moejax.config.compression import NO_COMPRESSION
     from moejax.train.records.summary import gather_note, memory_warnings
 
-    notes, mesh = [], train_step.cfg.mesh
+    notes, mesh, plan = [], train_step.cfg.mesh, planned.plan
+    platform, memory = (plan.platform, plan.device_memory_bytes) if plan else (None, None)
     if mesh.nodes is None and train_step.spec.compression != NO_COMPRESSION:
         notes.append(
             "codecs are not counted below: they work across nodes, and how many there are is not "
             "known. Set mesh.nodes to see them."
         )
-    named = mesh.platform or mesh.simulated_devices or planned.platform
+    named = mesh.platform or mesh.simulated_devices or platform
     if not named and train_step.layout.size(train_step.layout.mesh_axes) > 1:
         notes.append(
             "peak memory below is that of CPUs, whose kernels differ. If the devices are others, "
             "add --config.mesh.platform=gpu (or tpu)."
         )
-    if planned.device_memory is not None and train_step.platform == planned.platform:
-        notes += memory_warnings(summary, planned.device_memory)
+    if memory is not None and train_step.platform == platform:
+        notes += memory_warnings(summary, memory)
     note = gather_note(train_step, summary, planned.topology)
     return notes if note is None else [*notes, note]
 

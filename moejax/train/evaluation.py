@@ -1,6 +1,5 @@
 """Evaluation on held-out text during a run and at its end, and a sampled text."""
 
-import itertools
 import math
 import shlex
 from collections.abc import Callable
@@ -19,10 +18,8 @@ from moejax.train.inputs import held_out_batches
 from moejax.train.records.metrics import held_out_text
 from moejax.train.run import Run
 
-LN2 = math.log(2)
-
-
 ASK_EVERY = 8  # batches, after which the processes agree on whether to go on
+TEMPERATURE = 0.7  # of the sample
 
 
 class Score(NamedTuple):
@@ -44,7 +41,7 @@ class Score(NamedTuple):
         """
         if not source.target_bytes:
             return None
-        return self.nats_per_token / LN2 * (source.num_targets / source.target_bytes)
+        return self.nats_per_token / math.log(2) * (source.num_targets / source.target_bytes)
 
 
 def score(
@@ -93,14 +90,14 @@ def evaluate(
     held_out = run.inputs.held_out
     if held_out is None:
         return
-    done = itertools.count(1)
-    whole = limit is None
+    done, whole = 0, limit is None
 
     def progress() -> None:
+        nonlocal done
         run.watch.enter("evaluate", step)  # the deadline is of one batch
-        number = next(done)
-        show_far(f"{number} batches")
-        if number % ASK_EVERY == 0 and any(run.processes.gather(asked())):
+        done += 1
+        show_far(f"{done} batches")
+        if done % ASK_EVERY == 0 and any(run.processes.gather(asked())):
             raise _AskedToStopError
 
     run.watch.enter("evaluate", step)
@@ -122,9 +119,9 @@ def evaluate(
     values = {"nats_per_token": found.nats_per_token} | ({} if found.targets else {"targets": 0})
     if (bits := found.bits_per_byte(held_out)) is not None:
         values["bits_per_byte"] = bits
-    part = "all" if limit is None else f"{found.targets:,} tokens"
+    part = "all" if whole else f"{found.targets:,} tokens"
     run.display.note(f"step {step}  held-out ({part}): {held_out_text(values)}")
-    run.records.event("eval" if limit is not None else "final_eval", step, **values)
+    run.records.event("final_eval" if whole else "eval", step, **values)
 
 
 def finish(run: Run, state: TrainState) -> None:
@@ -172,7 +169,6 @@ def sample(
     length: int,
     allowed: int,
     seed: int,
-    temperature: float = 0.7,
     processes: Processes = ALONE,
 ) -> list[int]:
     """Returns the prompt and `length` sampled tokens, fewer where logits are not finite.
@@ -197,16 +193,16 @@ def sample(
         logits_BV = next_logits(state, (placed, len(seen)))
         logit_V = np.asarray(logits_BV.addressable_data(0))[0, :allowed].astype(np.float64)
         # Each process has its own rows' logits, which may differ in the last bits.
-        token = processes.gather(_drawn(logit_V, temperature, draw))[0]
+        token = processes.gather(_drawn(logit_V, draw))[0]
         if token is None:
             break
         tokens.append(token)
     return tokens
 
 
-def _drawn(logit_V: np.ndarray, temperature: float, draw: np.random.Generator) -> int | None:
+def _drawn(logit_V: np.ndarray, draw: np.random.Generator) -> int | None:
     """Draws a token from softmax; None if a logit is not finite."""
     if not np.isfinite(logit_V.max()):
         return None
-    chance_V = np.exp((logit_V - logit_V.max()) / temperature)
+    chance_V = np.exp((logit_V - logit_V.max()) / TEMPERATURE)
     return int(draw.choice(len(logit_V), p=chance_V / chance_V.sum()))

@@ -11,7 +11,7 @@ All processes run this code. Process 0 alone writes records and shows lines.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.evaluation import finish
-from moejax.train.faults.bad_steps import recent_of
+from moejax.train.faults.bad_steps import RECENT
 from moejax.train.faults.watching import watching
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.memory.start import Memory
@@ -148,15 +148,11 @@ def join_program(
         let_orbax_begin_again(processes.gather)
         check_same_config(cfg, processes)
         lock = processes.together(lambda: claim(run_dir, patience_s) if processes.first else None)
-        try:
-            shown = console if processes.first else screen(quiet=True)
-            with watching(cfg, processes) as watch:
-                yield Start(cfg, inputs, shown, processes, watch, assignment)
-                # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
-                processes.gather("done")
-        finally:
-            if lock is not None:
-                lock.close()
+        shown = console if processes.first else screen(quiet=True)
+        with nullcontext() if lock is None else closing(lock), watching(cfg, processes) as watch:
+            yield Start(cfg, inputs, shown, processes, watch, assignment)
+            # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
+            processes.gather("done")
 
 
 @dataclass
@@ -295,7 +291,7 @@ def restore(
     found = origin.memory.resume(
         train_step, inputs.content, inputs.skipped, base, console, note
     ) or resume(train_step, origin.saved, origin.choose, processes, console, note)
-    state, recent = (None, {}) if found is None else (found.state, recent_of(found.facts))
+    state, recent = (None, {}) if found is None else (found.state, found.facts.get(RECENT, {}))
     return initial_state(train_step, state, origin.source, console, processes), recent
 
 

@@ -1,7 +1,7 @@
 """Compares measured steps with the plan's prediction, and finds the rate that is off."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.probe.timer import ProgressFn
@@ -11,17 +11,11 @@ WITHIN = (0.8, 1.25)  # accepted range of measured over predicted
 WINDOW = 3  # reports in a row outside the range before it measures again
 
 
-@dataclass(frozen=True)
-class PlanMismatch:
-    """A difference between the steps of a run and its plan.
-
-    Attributes:
-      text: one line for the user.
-      topology: links and rates as measured now; None if they were not measured.
-    """
+class PlanMismatch(NamedTuple):
+    """A difference between the steps of a run and its plan, in a line for the user."""
 
     text: str
-    topology: Topology | None = None
+    topology: Topology | None = None  # links and rates as measured now, if they were
 
 
 class PlanMonitor:
@@ -91,11 +85,9 @@ def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]
             if tier.size > 1 and kind in measured.links:
                 name = f"{kind} over {tier.name}, bytes"
                 rows.append((name, link.bytes_per_s, measured.links[kind].bytes_per_s))
-    for dtype, curve in before.device.products.items():
-        if dtype in after.device.products:
-            rows.append(
-                (f"{dtype} products, FLOPs", curve[-1][1], after.device.products[dtype][-1][1])
-            )
+    old, new = before.device.products, after.device.products
+    for dtype in (name for name in old if name in new):
+        rows.append((f"{dtype} products, FLOPs", old[dtype][-1][1], new[dtype][-1][1]))
     copies = before.device.copy_bytes_per_s, after.device.copy_bytes_per_s
     programs = _program_rate(before), _program_rate(after)
     return [*rows, ("copies, bytes", *copies), ("whole programs, FLOPs", *programs)]

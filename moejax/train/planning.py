@@ -59,16 +59,6 @@ class RunPlan:
     topology: Topology | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def platform(self) -> str | None:
-        """Platform that the plan is for; None if nothing says it."""
-        return None if self.plan is None else self.plan.platform
-
-    @property
-    def device_memory(self) -> int | None:
-        """Bytes of a device that the plan is for; None if nothing says it."""
-        return None if self.plan is None else self.plan.device_memory_bytes
-
     def rows(self) -> list[tuple[str, str]]:
         """Returns rows of the start table."""
         if self.plan is None:
@@ -181,15 +171,10 @@ def _with_pins(
     """
     if not resuming and cfg.checkpoint.init_from is None:
         return cfg, pinned(cfg)
-    cfg = change(cfg, {CHUNKS: processes.from_first(lambda: _chunks_before(cfg))})
-    return cfg, pinned(cfg) | {CHUNKS}
-
-
-def _chunks_before(cfg: Config) -> int:
-    """Returns the chunks of layers that an earlier plan of the run chose, or the config's."""
     path = Path(cfg.run_dir) / PLAN
-    settings = load_plan(path).settings if path.exists() else {}
-    return settings.get(CHUNKS, get_value(cfg, CHUNKS))
+    chosen = processes.from_first(lambda: load_plan(path).settings if path.exists() else {})
+    cfg = change(cfg, {CHUNKS: chosen.get(CHUNKS, get_value(cfg, CHUNKS))})
+    return cfg, pinned(cfg) | {CHUNKS}
 
 
 def _vars(plan: Plan | None) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ Nothing is written, and a run that goes on meanwhile is not disturbed.
 """
 
 import fcntl
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
+from moejax.runtime.event_log import read_events
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
 from moejax.runtime.watch import Watch, Watchdog
@@ -127,7 +127,9 @@ def _logged(run_dir: Path, step: int) -> dict[str, float | None]:
     """
     found: dict[str, Any] = {}
     last = max(finished_steps(run_dir / "checkpoints"), default=0)
-    for line in _lines(run_dir / "metrics.jsonl"):
+    for line in read_events(run_dir / "metrics.jsonl"):
+        if not {"event", "step"} <= line.keys():
+            continue
         event, at = line["event"], int(line["step"])
         if event == "rolled_back" and line["to"] < step:
             found = {}
@@ -144,20 +146,6 @@ def _logged(run_dir: Path, step: int) -> dict[str, float | None]:
             f"that the run has done. Set the run_dir of a run."
         )
     return found
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the whole lines of a run's metrics."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):  # half a line; brackets nested thousands deep
-                continue
-            if isinstance(line, dict) and "event" in line and "step" in line:
-                yield line
 
 
 def _check(
@@ -269,16 +257,14 @@ def _compare_measured(
     """Yields for each number whether it equals the logged one, and a line about it."""
     for name, shown in MEASURED.items():
         value = float(getattr(metrics, name))
+        # JSON has no number that is not finite: null was logged.
+        comparable = value if math.isfinite(value) else None
         if name not in logged:
             yield True, f"{shown} {value!r}: none was logged"
-            continue
-        # JSON has no number that is not finite: null was logged.
-        equal = (value if math.isfinite(value) else None) == logged[name]
-        yield (
-            equal,
-            f"{shown} {value!r}: {'equals' if equal else 'differs from'} "
-            + ("the logged one" if equal else f"the logged one, {logged[name]!r}"),
-        )
+        elif comparable == logged[name]:
+            yield True, f"{shown} {value!r}: equals the logged one"
+        else:
+            yield False, f"{shown} {value!r}: differs from the logged one, {logged[name]!r}"
 
 
 def _compare_state(
@@ -286,13 +272,9 @@ def _compare_state(
 ) -> tuple[bool, str]:
     """Returns whether the state equals the checkpoint of the step, and a line about it."""
     path = Path(cfg.run_dir) / "checkpoints" / str(step)
-
-    def read() -> dict[str, Any] | None:
-        known = step in finished_steps(path.parent)
-        return read_manifest(path) if known else None
-
-    manifest = processes.from_first(read)
-    if manifest is None or not manifest.get("arrays"):
+    steps = processes.from_first(lambda: finished_steps(path.parent))
+    manifest = processes.from_first(lambda: read_manifest(path)) if step in steps else {}
+    if not manifest.get("arrays"):
         return True, f"state: no checkpoint of step {step} with digests to compare it with"
     wrong = wrong_numbers(manifest, arrays_of(state), processes)
     if wrong is None:

@@ -12,7 +12,7 @@ from moejax.checkpoint.restore import quarantine_wrong_steps, resume
 from moejax.data.skipped import SkippedData, skip_to
 from moejax.errors import DivergedError, InputError
 from moejax.step.state import TrainState
-from moejax.train.faults.bad_steps import BadSteps, GoBackError, recent_of
+from moejax.train.faults.bad_steps import RECENT, BadSteps, GoBackError
 from moejax.train.records.skipped_data import write_skipped
 from moejax.train.run import Run
 from moejax.train.start import choose_checkpoint, initial_state
@@ -91,7 +91,9 @@ def _state_before(run: Run, bad: BadSteps) -> tuple[TrainState, dict[str, Any]]:
     for text in dict.fromkeys((*notes, *more)):
         note(text)
     resumed = resume(train_step, saved, choose, processes, run.console, note)
-    state, recent = (None, {}) if resumed is None else (resumed.state, recent_of(resumed.facts))
+    state, recent = (
+        (None, {}) if resumed is None else (resumed.state, resumed.facts.get(RECENT, {}))
+    )
     return initial_state(train_step, state, source, run.console, processes), recent
 
 

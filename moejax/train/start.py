@@ -3,11 +3,10 @@
 Only `initial_state` touches a device.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from moejax.config.schema import Config
 from moejax.data.sources import Content
 from moejax.errors import InputError, NoMeshError
 from moejax.runtime.assignment import changes_hosts
-from moejax.runtime.event_log import RunLock
+from moejax.runtime.event_log import RunLock, read_events
 from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
@@ -100,19 +99,14 @@ def check_paths(cfg: Config) -> None:
       InputError: as the run would.
     """
     check_keep(cfg)
+    check_has_base(cfg)
     check_places(cfg)
     check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
     if cfg.checkpoint.memory_every is not None:
         place = cfg.checkpoint.memory_dir
         check_folder(Path(place), f"`checkpoint.memory_dir` = {place}")
     if cfg.lora.rank is not None or not finished_steps(Path(cfg.run_dir) / "checkpoints"):
-        _source(cfg, "size", ALONE)
-
-
-def _source(cfg: Config, verify: str, processes: Processes) -> Source | None:
-    """Returns the weights that `checkpoint.init_from` names, if any. Adapters must have some."""
-    check_has_base(cfg)
-    return find_source(cfg, verify, processes)
+        find_source(cfg, "size", ALONE)
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:
@@ -197,7 +191,7 @@ def choose_checkpoint(
         notes += [f"data changed since the checkpoint: {change}" for change in changes]
         if cfg.lora.rank is None:
             return saved, None, notes
-    source = _source(cfg, cfg.checkpoint.verify, processes)
+    source = find_source(cfg, cfg.checkpoint.verify, processes)
     if saved is not None and (base := base_of(cfg, source)) is not None:
         check_same_base(saved.manifest, base)
     return saved, source, notes
@@ -341,10 +335,7 @@ def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
 def _final_eval(path: Path, step: int) -> dict[str, float | None]:
     """Returns a run's recorded final evaluation; empty without one."""
     values: dict[str, float | None] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        # The last line of a run that was killed may be half a line.
-        with suppress(ValueError):
-            record = json.loads(line)
-            if (record["event"], record["step"]) == ("final_eval", step):
-                values = {name: record[name] for name in (*EVALUATED, "targets") if name in record}
+    for record in read_events(path):
+        if (record.get("event"), record.get("step")) == ("final_eval", step):
+            values = {name: record[name] for name in (*EVALUATED, "targets") if name in record}
     return values

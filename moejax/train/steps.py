@@ -98,12 +98,9 @@ def show_codecs(run: Run, step: int, codecs: str, shown: str) -> str:
 def evaluate_part(run: Run, state: TrainState, step: int, asked: Callable[[], bool]) -> None:
     """Evaluates on a part of the held-out text. Rates do not count the time."""
     began = time.perf_counter()
-
-    def must_stop() -> bool:
-        return asked() or run.hosts_change
-
     with run.watch.during("evaluate", step):
-        evaluate(run, state, step, run.cfg.train.eval_batches, must_stop)
+        batches = run.cfg.train.eval_batches
+        evaluate(run, state, step, batches, lambda: asked() or run.hosts_change)
     run.meter.pause(time.perf_counter() - began)
 
 

@@ -7,21 +7,18 @@ import pytest
 from rich.console import Console
 
 from moejax.doctor import machine
-from moejax.doctor import smoke_checks as checks
+from moejax.doctor import smoke as checks
 from moejax.doctor.command import main
-from moejax.doctor.smoke import smoke
 from moejax.kernels.select import Choice
 from tests.cases import small_config
-
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
 def said(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-def run(make_checks=None):
-    return smoke(Console(width=200), make_checks)
+def run(found):
+    return checks.smoke(Console(width=200), found)
 
 
 def named(*words):
@@ -32,7 +29,7 @@ def named(*words):
 
 @pytest.mark.slow
 def test_everything_holds_on_two_devices(capsys):
-    assert run(lambda: checks.smoke_checks(jax.local_devices()[:2])) == 0
+    assert run(checks.smoke_checks(jax.local_devices()[:2])) == 0
     text = said(capsys)
     assert text.count("│ ok") == 11
     assert text.count("│ skipped") == 1
@@ -47,7 +44,7 @@ def test_a_kernel_that_is_wrong_fails_alone_and_says_what_to_set(capsys, monkeyp
         return y * 1.01 if implementation == "blocked" else y
 
     monkeypatch.setattr(checks, "expert_mlp", wrong)
-    assert run(lambda: named("experts", "attention", "all_to_all")) == 1
+    assert run(named("experts", "attention", "all_to_all")) == 1
     text = said(capsys)
     assert text.count("│ failed") == 1
     assert text.count("│ ok") == 2, "those after it too"
@@ -68,7 +65,7 @@ def test_a_gradient_that_is_wrong_fails_too(capsys, monkeypatch):
         return doubled(y) if implementation == "blocked" else y
 
     monkeypatch.setattr(checks, "attention", wrong)
-    assert run(lambda: named("attention")) == 1
+    assert run(named("attention")) == 1
 
 
 def test_a_collective_that_loses_a_device_fails(capsys, monkeypatch):
@@ -76,7 +73,7 @@ def test_a_collective_that_loses_a_device_fails(capsys, monkeypatch):
         return jnp.zeros_like(x)
 
     monkeypatch.setattr(checks.wire, "all_to_all", zeros)
-    assert run(lambda: named("all_to_all", "all_reduce")) == 1
+    assert run(named("all_to_all", "all_reduce")) == 1
     text = said(capsys)
     assert "all_to_all over 2 devices failed" in text
     assert text.count("│ ok") == 1
@@ -84,7 +81,7 @@ def test_a_collective_that_loses_a_device_fails(capsys, monkeypatch):
 
 def test_one_device_exchanges_nothing(capsys):
     found = checks.smoke_checks(jax.local_devices()[:1])
-    assert run(lambda: [one for one in found if "over" in one.name]) == 0
+    assert run([one for one in found if "over" in one.name]) == 0
     assert said(capsys).count("there is one device") == 5
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,45 +60,38 @@ class Hosts:
 
     def wait_for(self, pattern: str, since: int = 0, seconds: float = 120) -> int:
         """Waits for a line, and returns its place among `lines`."""
-        until, at = time.monotonic() + seconds, since
-        while True:
-            while at < len(self.lines):
-                if re.search(pattern, self.lines[at][2]):
-                    return at
-                at += 1
-            assert time.monotonic() < until, f"no line {pattern!r} in:\n{self.text(since)}"
-            time.sleep(0.02)
+
+        def places() -> list[int]:
+            rows = enumerate(self.lines[since:], since)
+            return [at for at, (_, _, line) in rows if re.search(pattern, line)]
+
+        self._wait(lambda: bool(places()), seconds, since)
+        return places()[0]
+
+    def _wait(self, ready: Callable[[], bool], seconds: float = 240, since: int = 0) -> None:
+        until = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < until, self.text(since)[-5000:]
+            time.sleep(0.05)
+
+    def _steps(self, since: int = 0) -> list[tuple[float, int]]:
+        """When steps were shown from a line on, and their numbers."""
+        found = ((when, STEP.search(line)) for when, _, line in self.lines[since:])
+        return [(when, int(step[1])) for when, step in found if step]
 
     def wait_for_step(self, step: int) -> None:
         """Waits until a step of at least this number is shown."""
-        until, at = time.monotonic() + 240, 0
-        while True:
-            for _, _, line in self.lines[at:]:
-                found = STEP.search(line)
-                if found and int(found[1]) >= step:
-                    return
-            at = max(len(self.lines) - 1, 0)
-            assert time.monotonic() < until, self.text()
-            time.sleep(0.02)
+        self._wait(lambda: any(number >= step for _, number in self._steps()))
 
     def wait_for_more(self, count: int) -> None:
         """Waits until so many steps more were shown."""
-
-        def shown() -> int:
-            return sum(bool(STEP.search(line)) for _, _, line in self.lines)
-
-        until, before = time.monotonic() + 240, shown()
-        while shown() < before + count:
-            assert time.monotonic() < until, self.text()[-5000:]
-            time.sleep(0.1)
+        before = len(self._steps())
+        self._wait(lambda: len(self._steps()) >= before + count)
 
     def next_step(self, since: int) -> tuple[float, int]:
         """Waits for the first step that is shown after a line. Returns when, and its number."""
-        at = self.wait_for(STEP.pattern, since)
-        when, _, line = self.lines[at]
-        found = STEP.search(line)
-        assert found is not None
-        return when, int(found[1])
+        self._wait(lambda: bool(self._steps(since)), 120, since)
+        return self._steps(since)[0]
 
     def text(self, since: int = 0) -> str:
         """Returns the lines from one on, with their hosts."""

@@ -11,9 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moejax.checkpoint.manifest import finished_steps
-from tests.integration.runs import REPOSITORY, describe, environment, find_member, write_config
+from tests.integration.runs import (
+    REPOSITORY,
+    assert_same_end,
+    describe,
+    environment,
+    find_member,
+    write_config,
+)
 
 STEPS = 30
 CONFIG = describe(STEPS, sample=0, simulated_devices=4)
@@ -99,15 +107,14 @@ class Lab:
         restarts: int = 0,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command of `command` to its end. Returns code and output."""
-        return subprocess.run(
-            self.command(name, wrapped, launcher, restarts, words),
-            env=environment(PYTHONPATH=str(REPOSITORY)),
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LONGEST_S,
-        )
+        command = self.command(name, wrapped, launcher, restarts, words)
+        return subprocess.run(command, **self.here, timeout=LONGEST_S)
+
+    @property
+    def here(self) -> dict[str, Any]:
+        """How a command is started, whose output and errors are read together."""
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return {"env": environment(), "cwd": self.folder, **both}
 
     def trial(
         self,
@@ -129,14 +136,8 @@ class Lab:
           begun, failed: are called with the same, when the launcher was started, and when it says
             that the run has failed.
         """
-        process = subprocess.Popen(
-            self.command(name, wrapped, launcher, restarts, words),
-            env=environment(PYTHONPATH=str(REPOSITORY)),
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = self.command(name, wrapped, launcher, restarts, words)
+        process = subprocess.Popen(command, **self.here)
         stuck = threading.Timer(LONGEST_S, process.kill)
         stuck.start()
         try:
@@ -158,6 +159,22 @@ class Lab:
             steps_again(before, after),
             next((line.strip() for line in lines if "failed first" in line), ""),
         )
+
+
+def recovered(lab: Lab, name: str, trial: Trial, within: float) -> None:
+    """Asserts that the fault was seen in time, little was lost, and the end has the same bits."""
+    assert trial.code == 0, trial.out
+    assert trial.detected_s is not None, trial.out
+    assert trial.detected_s < within, trial.out
+    assert trial.lost <= MOST_LOST
+    assert_same_end(lab.folder / "straight", lab.folder / name)
+
+
+def undisturbed(lab: Lab, name: str, trial: Trial) -> None:
+    """Asserts that a run ended without a failure, with the bits of one without a fault."""
+    assert trial.code == 0, trial.out
+    assert (trial.said, trial.lost) == ("", 0), trial.out
+    assert_same_end(lab.folder / "straight", lab.folder / name)
 
 
 def _between(began: float | None, ended: float | None) -> float | None:
@@ -213,14 +230,19 @@ def send(number: int, member: int, after_s: float = 0.0) -> Callable[[int], None
     return fault
 
 
+def _wait(ready: Callable[[], Any], missing: str) -> None:
+    until = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < until, missing
+        time.sleep(0.001)
+
+
 def once_saved(run_dir: Path, step: int, fault: Callable[[int], None]) -> Callable[[int], None]:
     """Returns a fault that waits for a checkpoint first, whose save goes on beside later steps."""
 
     def later(launcher: int) -> None:
-        until = time.monotonic() + 30
-        while step not in finished_steps(run_dir / "checkpoints"):
-            assert time.monotonic() < until, f"step {step} was not saved"
-            time.sleep(0.001)
+        saved = run_dir / "checkpoints"
+        _wait(lambda: step in finished_steps(saved), f"step {step} was not saved")
         fault(launcher)
 
     return later
@@ -230,10 +252,8 @@ def kill_in_save(lab: Lab, name: str, member: int) -> Callable[[int], None]:
     """Returns a fault: SIGKILL while a checkpoint is being written."""
 
     def fault(launcher: int) -> None:
-        until = time.monotonic() + 30
-        while not list((lab.folder / name / "checkpoints").glob("*.orbax-checkpoint-tmp*")):
-            assert time.monotonic() < until, "no save was seen"
-            time.sleep(0.001)
+        saves = lab.folder / name / "checkpoints"
+        _wait(lambda: list(saves.glob("*.orbax-checkpoint-tmp*")), "no save was seen")
         os.kill(find_member(launcher, member), signal.SIGKILL)
 
     return fault
@@ -250,10 +270,10 @@ def recording(folder: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", "tests.faults.recording", "--to", str(folder), "--")
 
 
-def with_wrong_clock(member: int, hours: float = 30) -> tuple[str, ...]:
+def with_wrong_clock(member: int) -> tuple[str, ...]:
     """Returns the train command, in which the wall clock of one of its processes is wrong."""
-    words = ("--process", str(member), "--hours", str(hours))
-    return (sys.executable, "-m", "tests.faults.clock", *words, "--")
+    words = ("--fault", "clock", "--process", str(member))
+    return (sys.executable, "-m", "tests.faults.faulty", *words, "--")
 
 
 def seeded(seed: int) -> tuple[int, int, float]:

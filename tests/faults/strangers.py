@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 from tests.faults.lab import TRAIN, Lab, Trial, injected
-from tests.integration.runs import REPOSITORY, environment, find_member
+from tests.integration.runs import find_member
 
 Done = subprocess.CompletedProcess[str]
 
@@ -109,14 +108,14 @@ def process_of_another_run(lab: Lab, name: str, launcher: int, patience_s: int =
       patience_s: for so long it looks for its own process 0.
     """
     host, port = coordinator_of(launcher)
-    variables = environment(
-        MOEJAX_COORDINATOR=f"{host}:{port}",
-        MOEJAX_PROCESSES="4",
-        MOEJAX_PROCESS="3",
-        MOEJAX_MEETING_SECONDS=str(patience_s),
-        JAX_NUM_CPU_DEVICES="1",
-    )
-    return _run(lab.program(name), variables, lab.folder)
+    variables = {
+        "MOEJAX_COORDINATOR": f"{host}:{port}",
+        "MOEJAX_PROCESSES": "4",
+        "MOEJAX_PROCESS": "3",
+        "MOEJAX_MEETING_SECONDS": str(patience_s),
+        "JAX_NUM_CPU_DEVICES": "1",
+    }
+    return _run(lab, lab.program(name), variables)
 
 
 def second_run(lab: Lab, name: str, host: str | None = None) -> Done:
@@ -131,10 +130,9 @@ def second_run(lab: Lab, name: str, host: str | None = None) -> Done:
         script = f'hostname {host}; ip link set lo up; exec "$@"'
         apart = ("unshare", "--uts", "--net", "--pid", "--fork", "--mount-proc")
         command = [*apart, "sh", "-c", script, "sh", *command]
-    return _run(command, environment(PYTHONPATH=str(REPOSITORY)), lab.folder)
+    return _run(lab, command, {})
 
 
-def _run(command: list[str], variables: dict[str, str], folder: Path) -> Done:
-    return subprocess.run(
-        command, env=variables, cwd=folder, stdout=PIPE, stderr=STDOUT, text=True, timeout=100
-    )
+def _run(lab: Lab, command: list[str], variables: dict[str, str]) -> Done:
+    how = lab.here
+    return subprocess.run(command, **how | {"env": how["env"] | variables}, timeout=100)

@@ -4,23 +4,12 @@ import signal
 
 import pytest
 
-from tests.faults.lab import DEATHS, HANGS, MOST_LOST, STEPS, injected, kill_in_save, seeded, send
-from tests.integration.runs import assert_same_end
+from tests.faults.lab import DEATHS, HANGS, STEPS, injected, kill_in_save, recovered, seeded, send
 
-pytestmark = pytest.mark.slow
-
-
-def recovered(lab, name, trial, within):
-    """The fault was seen in time, little was lost, and the run ended with the same bits."""
-    assert trial.code == 0, trial.out
-    assert trial.detected_s is not None, trial.out
-    assert trial.detected_s < within, trial.out
-    assert trial.lost <= MOST_LOST
-    assert_same_end(lab.folder / "straight", lab.folder / name)
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 
 @pytest.mark.parametrize("member", [0, 1])
-@pytest.mark.faults
 def test_a_killed_process(lab, member):
     name = f"kill-{member}"
     trial = lab.trial(name, 15, send(signal.SIGKILL, member))
@@ -28,7 +17,6 @@ def test_a_killed_process(lab, member):
     assert f"p{member} failed first: ended by SIGKILL" in trial.said
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_stopped_process(lab, member):
     name = f"stop-{member}"
@@ -39,7 +27,6 @@ def test_a_stopped_process(lab, member):
 
 @pytest.mark.parametrize("member", [0, 1])
 @pytest.mark.parametrize("fault", ["loop", "exception", "hold", "exit"])
-@pytest.mark.faults
 def test_a_fault_in_the_program(lab, fault, member):
     name = f"{fault}-{member}"
     trial = lab.trial(name, 15, wrapped=injected(fault, member, 15, lab.folder / f"{name}.done"))
@@ -49,7 +36,6 @@ def test_a_fault_in_the_program(lab, fault, member):
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.faults
 def test_a_kill_at_a_random_moment(lab, seed):
     member, step, delay = seeded(seed)
     trial = lab.trial(f"random-{seed}", step, send(signal.SIGKILL, member, delay))
@@ -57,7 +43,6 @@ def test_a_kill_at_a_random_moment(lab, seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.faults
 def test_a_kill_during_a_save(lab, seed):
     name = f"save-{seed}"
     trial = lab.trial(name, 8 if seed % 2 else 18, kill_in_save(lab, name, seed // 2 % 2))

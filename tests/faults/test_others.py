@@ -8,7 +8,7 @@ import pytest
 
 from moejax.report.goodput import read_goodput
 from moejax.report.page import page_data
-from tests.faults.lab import STEPS, Lab, with_wrong_clock
+from tests.faults.lab import STEPS, undisturbed, with_wrong_clock
 from tests.faults.strangers import (
     LATE,
     LATE_S,
@@ -17,17 +17,10 @@ from tests.faults.strangers import (
     second_run,
     visited,
 )
-from tests.integration.runs import REPOSITORY, assert_same_end, environment, records
+from tests.integration.runs import records
 from tests.launch.test_emulate import needs_namespaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
-
-
-def undisturbed(lab: Lab, name: str, trial) -> None:
-    """The run has ended without a failure, with the bits of one without a fault."""
-    assert trial.code == 0, trial.out
-    assert (trial.said, trial.lost) == ("", 0), trial.out
-    assert_same_end(lab.folder / "straight", lab.folder / name)
 
 
 @pytest.mark.parametrize("member", [0, 1])
@@ -92,14 +85,7 @@ def test_a_process_of_another_run_does_not_disturb_one_that_trains(lab):
 
 def test_a_process_of_another_run_that_comes_to_the_start_ends_it_in_one_line(lab):
     late = tuple(word.replace(f"sleep {LATE_S}", "sleep 100") for word in LATE)
-    first = subprocess.Popen(
-        lab.command("met", late),
-        env=environment(PYTHONPATH=str(REPOSITORY)),
-        cwd=lab.folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    first = subprocess.Popen(lab.command("met", late), **lab.here)
     try:
         visitor = process_of_another_run(lab, "visitor", first.pid, patience_s=60)
         out = first.communicate(timeout=60)[0]

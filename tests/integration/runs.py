@@ -88,41 +88,35 @@ def evaluation(place, *words):
     return json.loads(done.stdout)
 
 
-def begin(place, *words, launcher=(), **variables):
+def begin(place, *words, launcher=(), program=("moejax.train",), **variables):
     """Starts the command.
 
     Args:
       launcher: what starts the processes of the program, with its flags; () for one process.
+      program: module and flags in the place of the train command.
     """
     env = environment(**variables)
-    command = [sys.executable, "-m", "moejax.train", "--config", str(place / "config.yaml"), *words]
+    command = [sys.executable, "-m", *program, "--config", place / "config.yaml", *words]
     if launcher:
-        command = [
-            sys.executable,
-            *map(str, launcher),
-            "--logs",
-            str(place / "logs"),
-            "--",
-            *command,
-        ]
-    pipe = subprocess.PIPE
+        command = [sys.executable, *launcher, "--logs", place / "logs", "--", *command]
+    command, pipe = [str(word) for word in command], subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, cwd=place)
 
 
-def run(place, *words, launcher=(), **variables):
-    """Runs the command to its end. Returns exit code, stdout and stderr."""
-    process = begin(place, *words, launcher=launcher, **variables)
+def run(place, *words, **how):
+    """Runs the command to its end, as `begin` does. Returns exit code, stdout and stderr."""
+    process = begin(place, *words, **how)
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
-def run_until(place, step, number, *words, launcher=(), member=None, **variables):
+def run_until(place, step, number, *words, member=None, **how):
     """Runs the command, sends a signal once it has shown `step`, and returns as `run` does.
 
     Args:
       member: which process of the program gets the signal; None: the one that was started.
     """
-    process, lines = begin(place, *words, launcher=launcher, **variables), []
+    process, lines = begin(place, *words, **how), []
     for line in process.stdout:
         lines.append(line)
         if f"step {step}/" in line:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from moejax.checkpoint import manifest
@@ -99,12 +98,6 @@ def test_a_config_file_that_is_wrong_is_refused_with_its_place(command, tmp_path
     refused(command(config=name), *fragments)
 
 
-def test_a_run_without_config_is_refused(capsys):
-    code = main([])
-    lines = capsys.readouterr().err.splitlines()
-    refused((code, lines), "--config tiny")
-
-
 def write_tokens(path, kind, text="some text "):
     writer = kind(path, ByteTokenizer(), "bytes")
     for number in range(40):
@@ -124,74 +117,63 @@ BIN = ("data.source=tokens", "data.train_files=a.bin")
 RECORDS = ("data.source=array_record", "data.train_files=a.rec")
 
 
-def change_sidecar(path, **fields):
-    file = sidecar.sidecar_of(path)
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-def add_a_byte(folder):
-    with (folder / "a.bin").open("ab") as out:
-        out.write(b"x")
-
-
-def put_an_id_outside(folder):
-    ids = np.fromfile(folder / "a.bin", "<u2")
-    ids[-1] = 300
-    ids.tofile(folder / "a.bin")
-
-
-def cut_the_records(folder):
-    data = (folder / "a.rec").read_bytes()
-    (folder / "a.rec").write_bytes(data[: len(data) // 2])
-
-
-def lose_the_sidecar(folder):
-    sidecar.sidecar_of(folder / "a.bin").unlink()
-
-
-def raise_the_vocabulary(folder):
-    change_sidecar(folder / "a.bin", vocab_size=5000)
-
-
-def name_a_lost_tokenizer(folder):
-    change_sidecar(folder / "a.bin", tokenizer="t.json", tokenizer_sha256="0" * 64)
-
-
-def nothing(folder):
-    del folder
-
-
-DATA = [
-    (nothing, ("data.source=tokens", "data.train_files=b*.bin"), ["b*.bin", "none"]),
-    (nothing, ("data.source=tokens", "data.train_files=a.rec"), ["array_record"]),
-    (nothing, (*BIN, "data.eval_files=a.bin"), ["held-out text is trained on"]),
-    (nothing, (*BIN, "data.sequence_length=100000"), ["too little data", "100000"]),
-    (nothing, (*BIN, "data.repeat=false", "train.num_steps=500"), ["500 steps", "sequences"]),
-    (add_a_byte, BIN, ["a.bin", "1 bytes beyond whole tokens"]),
-    (put_an_id_outside, BIN, ["a.bin, token", "id 300", "257"]),
-    (lose_the_sidecar, BIN, ["no sidecar", "a.bin.json"]),
-    (raise_the_vocabulary, BIN, ["5000", "264"]),
-    (name_a_lost_tokenizer, BIN, ["t.json"]),
-    (cut_the_records, RECORDS, ["a.rec", "ArrayRecord is damaged"]),
-]
-
-
-@pytest.mark.parametrize(("damage", "words", "fragments"), DATA)
-def test_data_that_is_wrong_is_refused_before_a_run_directory_is_made(
-    command, tokens, damage, words, fragments
-):
-    damage(tokens)
+def refused_without_a_run_directory(command, tokens, words, fragments):
     refused(command(*words), *fragments)
     assert not (tokens / "run").exists()
 
 
-def write_step(directory, step, **version):
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (("data.source=tokens", "data.train_files=b*.bin"), ["b*.bin", "none"]),
+        (("data.source=tokens", "data.train_files=a.rec"), ["array_record"]),
+        ((*BIN, "data.eval_files=a.bin"), ["held-out text is trained on"]),
+        ((*BIN, "data.sequence_length=100000"), ["too little data", "100000"]),
+        ((*BIN, "data.repeat=false", "train.num_steps=500"), ["500 steps", "sequences"]),
+    ],
+)
+def test_data_that_does_not_fit_the_run_is_refused(command, tokens, words, fragments):
+    refused_without_a_run_directory(command, tokens, words, fragments)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "fragments"),
+    [
+        ("a.bin", lambda old: old + b"x", ["a.bin", "1 bytes beyond whole tokens"]),
+        ("a.bin", lambda old: old[:-2] + b"\x2c\x01", ["a.bin, token", "id 300", "257"]),
+        ("a.rec", lambda old: old[: len(old) // 2], ["a.rec", "ArrayRecord is damaged"]),
+    ],
+)
+def test_data_that_is_damaged_is_refused(command, tokens, name, damage, fragments):
+    (tokens / name).write_bytes(damage((tokens / name).read_bytes()))
+    words = BIN if name == "a.bin" else RECORDS
+    refused_without_a_run_directory(command, tokens, words, fragments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragments"),
+    [
+        (None, ["no sidecar", "a.bin.json"]),
+        ({"vocab_size": 5000}, ["5000", "264"]),
+        ({"tokenizer": "t.json", "tokenizer_sha256": "0" * 64}, ["t.json"]),
+    ],
+)
+def test_a_sidecar_that_is_lost_or_does_not_fit_is_refused(command, tokens, fields, fragments):
+    file = sidecar.sidecar_of(tokens / "a.bin")
+    if fields is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    refused_without_a_run_directory(command, tokens, BIN, fragments)
+
+
+def write_step(directory, step, cfg=None, version=None, **facts):
     """A finished step as far as anything but its arrays is concerned."""
     path = directory / str(step)
     path.mkdir(parents=True)
     (path / "weights").write_bytes(b"weights")
-    facts = {"step": step, "config": to_dict(Config())}
-    manifest.write_manifest(path, facts, **version)
+    facts |= {"step": step, "config": to_dict(cfg or Config())}
+    manifest.write_manifest(path, facts, **({} if version is None else {"version": version}))
     return path
 
 
@@ -216,11 +198,7 @@ GLOB = ("data.source=tokens", "data.train_files=a*.bin")
 def trained(tokens):
     """A run on the token file a.bin, with a checkpoint that knows it."""
     cfg = load_config(tokens / "config.yaml", [f"--config.{word}" for word in GLOB])
-    path = tokens / "run" / "checkpoints" / "10"
-    path.mkdir(parents=True)
-    (path / "weights").write_bytes(b"weights")
-    facts = {"config": to_dict(cfg), "data": open_inputs(cfg).content}
-    manifest.write_manifest(path, {"step": 10, **facts})
+    write_step(tokens / "run" / "checkpoints", 10, cfg, data=open_inputs(cfg).content)
     return tokens
 
 
@@ -238,21 +216,17 @@ def test_a_run_that_is_past_its_new_end_is_refused(command, steps):
     refused(result, "step 20", "train.num_steps is 19")
 
 
-def test_damaged_checkpoints_are_refused_with_what_was_found(command, steps):
+@pytest.mark.parametrize(("name", "why"), [("weights", ""), (manifest.MANIFEST, ": manifest")])
+def test_damaged_checkpoints_are_refused_with_what_was_found(command, steps, name, why):
     for step in (10, 20):
-        (steps / str(step) / "weights").write_bytes(b"wEights")
-    refused(command(), "no whole checkpoint", "20.corrupt", "10.corrupt", "run_dir")
+        (steps / str(step) / name).write_bytes(b"wEights")
+    found = [f"{step}.corrupt{why}" for step in (20, 10)]
+    refused(command(), "no whole checkpoint", *found, "run_dir")
 
 
 def test_a_newer_checkpoint_asks_for_an_upgrade(command, tmp_path):
     write_step(tmp_path / "run" / "checkpoints", 10, version=4)
     refused(command(), "format 4", "Upgrade moejax")
-
-
-def test_damaged_manifests_are_refused_with_what_was_found(command, steps):
-    for step in (10, 20):
-        (steps / str(step) / manifest.MANIFEST).write_text("{")
-    refused(command(), "no whole checkpoint", "20.corrupt: manifest", "10.corrupt: manifest")
 
 
 @pytest.mark.parametrize("there", [None, "notes.txt", "3.orbax-checkpoint-tmp-0"])

@@ -1,6 +1,5 @@
 """The train command with codecs: what they remember survives a stop, and is dropped with a word."""
 
-import shutil
 import signal
 
 import numpy as np
@@ -56,30 +55,3 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with_what_codecs_remember(place,
     assert_same_end(straight[0], run_dir)
     saved, _ = newest(run_dir / "checkpoints", "full")
     assert (saved.path / "reduction").is_dir()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "change",
-    [
-        "compression.expert_gradient=adaptive:0.9:int8|int4",
-        "mesh.expert=4",
-        "compression.preset=",
-    ],
-)
-def test_another_policy_or_mesh_drops_what_was_kept_and_says_so(place, straight, change):
-    run_dir = place / change.replace(".", "_").partition("=")[0]
-    shutil.copytree(straight[0], run_dir)
-    words = [f"--config.run_dir={run_dir}", f"--config.train.num_steps={STEPS + 4}"]
-    words += ["--config.train.eval_every=none", "--config.train.sample_tokens=0"]
-    if change.endswith("preset="):
-        # Everything off: nothing is kept any more.
-        off = ["preset=none", "dense_gradient=none", "expert_gradient=none"]
-        change_words = [f"--config.compression.{word}" for word in off]
-        change_words += ["--config.compression.block=128", "--config.compression.adapt_every=100"]
-    else:
-        change_words = [f"--config.{change}"]
-    code, out, err = run(place, *words, *change_words)
-    assert code == 0, err
-    assert "codecs' state is dropped" in " ".join(out.split())
-    assert f"resuming at step {STEPS}" in out

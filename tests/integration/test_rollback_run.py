@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +10,6 @@ from tests.integration.runs import (
     REPOSITORY,
     assert_same_end,
     describe,
-    environment,
     records,
     run,
 )
@@ -26,29 +23,9 @@ WORDS = ("--config.train.max_skipped=3", "--config.train.eval_every=none")
 
 def poisoned(place, name, *flags, words=()):
     """Runs the command on two processes. Returns what `run` does."""
-    command = [
-        sys.executable,
-        *map(str, LOCAL),
-        "--logs",
-        str(place / f"logs-{name}"),
-        "--",
-        sys.executable,
-        "-m",
-        "tests.train.poisoned",
-        "--bad",
-        BAD,
-        *map(str, flags),
-        "--",
-        "--config",
-        str(place / "config.yaml"),
-        f"--config.run_dir={place / name}",
-        *WORDS,
-        *map(str, words),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), cwd=place, timeout=240
-    )
-    return done.returncode, done.stdout, done.stderr
+    program = ("tests.train.poisoned", "--bad", BAD, *flags, "--")
+    words = (f"--config.run_dir={place / name}", *WORDS, *words)
+    return run(place, *words, launcher=LOCAL, program=program)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 
 import numpy as np
@@ -15,7 +14,6 @@ from tests.integration.runs import (
     REPOSITORY,
     assert_same_end,
     describe,
-    final_state,
     records,
     run,
     run_until,
@@ -123,29 +121,6 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, two, number, member):
     assert code == 0, out
     assert "[p0] resuming at step" in out
     assert_same_end(two[0], run_dir)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "launcher",
-    [(), (*LOCAL[:2], 4)],
-    ids=["one", "four"],
-)
-def test_another_number_of_processes_takes_over(place, two, launcher):
-    run_dir = place / f"taken-over-{len(launcher)}"
-    shutil.copytree(two[0], run_dir)
-    words = [f"--config.run_dir={run_dir}", f"--config.train.num_steps={STEPS + 2}"]
-    # At a learning rate of zero the weights stay as they were restored.
-    words += ["--config.optimizer.learning_rate=0", "--config.train.eval_every=none"]
-    code, out, err = run(place, *words, launcher=launcher)
-    assert code == 0, out + err
-    assert f"resuming at step {STEPS} from" in out
-    (step, before), (later, after) = final_state(two[0]), final_state(run_dir)
-    assert (step, later) == (STEPS, STEPS + 2)
-    pairs = [(x, y) for x, y in zip(before, after, strict=True) if x.ndim]
-    assert all(x.shape == y.shape for x, y in pairs)
-    # Of three arrays a parameter, weights and two moments, the first.
-    assert sum(x.tobytes() == y.tobytes() for x, y in pairs) >= len(pairs) // 3
 
 
 BAD = {

@@ -17,9 +17,9 @@ from moejax.report.goodput import (
     ROLLED_BACK,
     TRAINING,
     UNKNOWN,
+    main,
     read_goodput,
 )
-from moejax.report.goodput_command import main
 from moejax.report.timeline import goodput_data
 
 
@@ -29,6 +29,13 @@ def write(run_dir, *events):
     lines = [json.dumps({"time": time, "event": name, **values}) for time, name, values in events]
     (run_dir / "events" / "0.jsonl").write_text("\n".join(lines) + "\n")
     return run_dir
+
+
+def write_metrics(run_dir, *lines):
+    """Writes metrics (time, name, step) of a run that goes back to step 6, if it does."""
+    told = [dict(zip(("time", "event", "step"), line, strict=True), to=6) for line in lines]
+    text = "".join(json.dumps(one) + "\n" for one in told)
+    (run_dir / "metrics.jsonl").write_text(text + '{"time": 1e9, "event": "st')
 
 
 def start(begin, first, last, *, per_step=1.0, end=None):
@@ -126,10 +133,7 @@ def test_steps_that_metrics_tell_of_behind_the_last_event_are_lost_too(tmp_path)
     run_dir = write(tmp_path, *one, *two)
     lines = [(time + step - 10, "step", step) for step in (9, 10, 12, 14)]
     lines += [(time + 34 + 10 + 2 + step - 6, "step", step) for step in (7, 8, 15)]
-    with (run_dir / "metrics.jsonl").open("w") as file:
-        for when, event, step in (*lines, (time + 2, "note", 0)):
-            file.write(json.dumps({"time": when, "event": event, "step": step}) + "\n")
-        file.write('{"time": 1e9, "event": "st')
+    write_metrics(run_dir, *lines, (time + 2, "note", 0))
     found = read_goodput(run_dir)
     (restart,) = found.restarts
     assert (restart.step, restart.lost) == (5, 9), "6 to 14, though events end at 10"
@@ -144,11 +148,7 @@ def test_metrics_of_steps_that_a_run_rolled_back_are_no_last_word(tmp_path):
     two, _ = start(time + 30, 7, 8, end={})
     run_dir = write(tmp_path, *one, *two)
     lines = [(100, "start", 0), (time + 2, "step", 12), (time + 3, "rolled_back", 12)]
-    lines.append((time + 9, "step", 7))
-    with (run_dir / "metrics.jsonl").open("w") as file:
-        for when, event, step in lines:
-            told = {"time": when, "event": event, "step": step, "to": 6}
-            file.write(json.dumps(told) + "\n")
+    write_metrics(run_dir, *lines, (time + 9, "step", 7))
     (restart,) = read_goodput(run_dir).restarts
     assert (restart.step, restart.lost) == (6, 1), "7 was done again; 7 to 12 were rolled back"
 
@@ -159,9 +159,7 @@ def test_a_start_that_was_killed_before_its_first_report_lost_what_metrics_tell(
     three, _ = start(killed + 20, 9, 10, end={})
     run_dir = write(tmp_path, *one, *two, *three)
     lines = [(killed - 1, "start", 8), (killed + 1, "first_step", 9), (killed + 2, "step", 10)]
-    with (run_dir / "metrics.jsonl").open("w") as file:
-        for when, event, step in lines:
-            file.write(json.dumps({"time": when, "event": event, "step": step}) + "\n")
+    write_metrics(run_dir, *lines)
     found = read_goodput(run_dir)
     assert [(r.step, r.lost) for r in found.restarts] == [(8, 2), (8, 2)]
     assert found.seconds[REPEATED] == 2 + 2

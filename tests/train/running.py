@@ -1,6 +1,7 @@
 """A run whose programs are Python functions: the loop and the evaluation without a compilation."""
 
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from moejax.train.records.display import Display
 from moejax.train.records.metrics import Meter, Records
 from moejax.train.run import Run
 from tests.cases import step_for
+
+BAD = {"loss": math.nan, "norm": math.nan}  # what a step measures that is skipped
 
 
 class FakeJitted:

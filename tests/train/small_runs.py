@@ -2,12 +2,12 @@
 
 import dataclasses
 import io
-import json
 
 import jax
 import pytest
 from rich.console import Console
 
+from moejax.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from moejax.config.schema import CheckpointConfig, DataConfig
 from moejax.train import loop, planning, replay
 from moejax.train.inputs import open_inputs
@@ -58,10 +58,14 @@ def batch(position):
     return digest(tokens)
 
 
-def events(run_dir, name):
-    """The lines of a run's metrics with an event."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
+def change_manifest(step, change):
+    """Has `change` alter what the manifest of a checkpoint says about the run."""
+    facts = read_manifest(step)
+    for name in ("format_version", "files", "digest"):  # which are written anew
+        del facts[name]
+    change(facts)
+    (step / MANIFEST).unlink()
+    write_manifest(step, facts)
 
 
 def train(cfg, bad, *, die=None, jump=False):

@@ -20,10 +20,14 @@ from moejax.config.schema import CheckpointConfig, LoraConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from moejax.train.records.summary import summarize
-from moejax.train.start import base_of, check_paths, choose_checkpoint, initial_state
+from moejax.train.start import (
+    base_of,
+    check_has_base,
+    check_paths,
+    choose_checkpoint,
+    initial_state,
+)
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
-
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 NO_DATA = {"train": [], "held_out": []}
 LORA = LoraConfig(rank=2, base_dtype="bfloat16")
@@ -172,11 +176,13 @@ def with_base(cfg, folder):
 
 
 def test_adapters_without_a_base_are_refused(tmp_path, stopped):
-    for cfg in (settings(tmp_path / "new", None), with_base(stopped, tmp_path / "absent")):
-        with pytest.raises(InputError, match=r"`lora\.rank` is 2|no finished checkpoint"):
-            choose_checkpoint(cfg, NO_DATA, ALONE)
-        with pytest.raises(InputError, match=r"`lora\.rank` is 2|no finished checkpoint"):
-            check_paths(cfg)
+    for check in (check_has_base, check_paths):
+        with pytest.raises(InputError, match=r"`lora\.rank` is 2"):
+            check(settings(tmp_path / "new", None))
+    absent = with_base(stopped, tmp_path / "absent")
+    for check in (check_paths, lambda cfg: choose_checkpoint(cfg, NO_DATA, ALONE)):
+        with pytest.raises(InputError, match="no finished checkpoint"):
+            check(absent)
 
 
 def test_adapters_are_no_weights_to_start_from(stopped, tmp_path):

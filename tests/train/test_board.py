@@ -7,7 +7,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from moejax.errors import StorageFullError
-from moejax.train.records.board import Board
+from moejax.train.records.metrics import Board
 
 
 def events(path):

@@ -1,12 +1,14 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from moejax.data import tokens
-from moejax.train.evaluation import ASK_EVERY, _drawn, evaluate, finish
+from moejax.train import evaluation
+from moejax.train.evaluation import ASK_EVERY, evaluate, finish
 from tests.cases import small_config
 from tests.data.token_files import write_marked
 from tests.train.running import initial_state, stream
@@ -17,16 +19,21 @@ def two_nats(state, batch):
     return np.float32(2 * np.sum(np.asarray(batch.target_BT) >= 0))
 
 
+def event_of(folder):
+    """The one event that was recorded."""
+    (event,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return event
+
+
 @pytest.mark.parametrize(("length", "limit"), [(300, None), (257, None), (300, 2), (1000, 3)])
 def test_nats_are_of_targets_and_bits_of_bytes(running, tmp_path, length, limit):
     # 8 x 16 targets a batch: the last batch of 300 tokens is padded by two thirds.
     held_out = stream(length, num_bytes=517)
     run, shown = running(small_config(), held_out=held_out, evaluate=two_nats)
     evaluate(run, initial_state(), 5, limit=limit)
-    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    event = event_of(tmp_path)
     assert event["event"] == ("final_eval" if limit is None else "eval")
-    assert event["step"] == 5
-    assert event["nats_per_token"] == 2
+    assert (event["step"], event["nats_per_token"]) == (5, 2)
     bits = 2 / math.log(2) * (length - 1) / 517
     assert event["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     assert f"{bits:.3f} bits per byte, 2.0000 nats per token" in shown.getvalue()
@@ -51,7 +58,7 @@ def test_only_marked_targets_count(running, tmp_path):
     held_out = tokens.open_files([str(write_marked(tmp_path, pairs))], "bin", model_vocab=264)
     run, _ = running(small_config(), held_out=held_out, evaluate=two_nats)
     evaluate(run, initial_state(), 5, limit=None)
-    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    event = event_of(tmp_path)
     assert event["nats_per_token"] == 2
     assert event["bits_per_byte"] == pytest.approx(2 / math.log(2), rel=1e-12)
 
@@ -61,9 +68,8 @@ def test_an_evaluation_that_meets_no_target_has_no_mean(running, tmp_path):
     held_out = tokens.open_files([str(write_marked(tmp_path, pairs))], "bin", model_vocab=264)
     run, shown = running(small_config(), held_out=held_out, evaluate=two_nats)
     evaluate(run, initial_state(), 5, limit=1)
-    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert (event["nats_per_token"], event["bits_per_byte"]) == (None, None)
-    assert event["targets"] == 0
+    event = event_of(tmp_path)
+    assert (event["nats_per_token"], event["bits_per_byte"], event["targets"]) == (None, None, 0)
     assert "(0 tokens): no targets" in shown.getvalue()
 
 
@@ -77,21 +83,20 @@ def test_all_targets_are_measured_once(running, tmp_path):
     run, _ = running(small_config(), held_out=stream(300), evaluate=count)
     evaluate(run, initial_state(), 1, limit=None)
     assert counted == [128, 128, 43]
-    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert "bits_per_byte" not in event, "the size of the text is not known"
+    assert "bits_per_byte" not in event_of(tmp_path), "the size of the text is not known"
+
+
+def logits_of(token, value):
+    """What the last positions give: one logit is not 0."""
+    logits_BV = np.zeros((8, 64), np.float32)
+    logits_BV[:, token] = value
+    return SimpleNamespace(addressable_data=lambda _: logits_BV)
 
 
 @pytest.mark.parametrize(("value", "early"), [(math.nan, True), (math.inf, True), (0.0, False)])
 def test_a_sample_of_logits_that_are_not_finite_ends_early(running, value, early):
     cfg = small_config(train={"sample_tokens": 4, "sample_prompt": "a"})
-    logits_BV = np.zeros((8, 64), np.float32)
-    logits_BV[:, 3] = value
-
-    class Logits:
-        def addressable_data(self, _):
-            return logits_BV
-
-    run, shown = running(cfg, next_logits=lambda state, prompt: Logits())
+    run, shown = running(cfg, next_logits=lambda state, prompt: logits_of(3, value))
     finish(run, initial_state())
     assert ("the sample ends early" in shown.getvalue()) == early
 
@@ -112,18 +117,10 @@ def test_a_sample_begins_as_a_document_and_sees_the_last_tokens(running):
     cfg = small_config(train={"sample_tokens": 40, "sample_prompt": "a"})
     seen = []
 
-    class Logits:
-        """All chance to another token at every step."""
-
-        def addressable_data(self, _):
-            logits_BV = np.zeros((8, 64), np.float32)
-            logits_BV[:, len(seen)] = 1e4
-            return logits_BV
-
     def next_logits(state, prompt):
         window_BT, length = prompt
         seen.append(np.asarray(window_BT)[0, :length].tolist())
-        return Logits()
+        return logits_of(len(seen), 1e4)  # all chance to another token at every step
 
     run, _ = running(cfg, next_logits=next_logits)
     finish(run, initial_state())
@@ -134,17 +131,9 @@ def test_a_sample_begins_as_a_document_and_sees_the_last_tokens(running):
     assert len(seen[0]) < T == len(seen[-1])
 
 
-def test_a_token_is_drawn_by_its_chance_at_the_temperature():
-    chance_V = np.array([0.1, 0.6, 0.3])
+def test_a_token_is_drawn_by_its_chance_at_the_temperature(monkeypatch):
+    monkeypatch.setattr(evaluation, "TEMPERATURE", 0.5)
+    chance_V, draw = np.array([0.1, 0.6, 0.3]), np.random.default_rng(0)
+    drawn = [evaluation._drawn(np.log(chance_V), draw) for _ in range(2000)]
     wanted_V = chance_V**2 / np.sum(chance_V**2)
-    drawn = []
-
-    class Generator(np.random.Generator):
-        def choice(self, count, p=None):
-            drawn.append((count, p))
-            return 1
-
-    assert _drawn(np.log(chance_V), 0.5, Generator(np.random.PCG64())) == 1
-    ((count, p),) = drawn
-    assert count == 3
-    np.testing.assert_allclose(p, wanted_V, rtol=1e-12)
+    np.testing.assert_allclose(np.bincount(drawn) / len(drawn), wanted_V, atol=0.03)

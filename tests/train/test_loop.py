@@ -1,9 +1,7 @@
 import dataclasses
-import json
 import math
 import signal
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,41 +15,14 @@ from moejax.train.plan_monitor import PlanMismatch
 from moejax.train.steps import compare_with_plan, run_steps
 from tests.annotations import without_annotations
 from tests.cases import small_config
+from tests.integration.runs import records as events
 from tests.plan.clusters import cluster
-from tests.train.running import initial_state, metrics
-
-BAD = {"loss": math.nan, "norm": math.nan}
+from tests.train.running import BAD, initial_state
 
 
 def config(num_steps, *, save_every=None, **train):
     cfg = small_config(train={"num_steps": num_steps, "eval_every": None, **train})
     return dataclasses.replace(cfg, checkpoint=CheckpointConfig(save_every=save_every))
-
-
-@pytest.fixture
-def training(running):
-    return partial(_training, running)
-
-
-def _training(running, cfg, bad=None, seen=None):
-    """A run whose steps only count; named ones measure else, and skip what is not finite."""
-
-    def step(state, batch):
-        number = int(state.step) + 1
-        if seen is not None:
-            seen.append(np.asarray(batch.token_BT))
-        measured = (bad or {}).get(number)
-        finite = all(np.isfinite((measured or {}).get(name, 1.0)) for name in ("loss", "norm"))
-        skipped = state.skipped + (not finite)
-        state = state._replace(step=np.int32(number), skipped=np.int32(skipped))
-        return state, metrics(**(measured or {}), skipped=skipped)
-
-    return running(cfg, step=step)
-
-
-def events(folder, name):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [event for line in lines if (event := json.loads(line))["event"] == name]
 
 
 def test_a_resumed_run_goes_on_with_the_data_where_it_was(training):

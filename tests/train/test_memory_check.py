@@ -13,27 +13,21 @@ def with_memory(monkeypatch, size):
     monkeypatch.setattr("moejax.runtime.memory.machine_memory", lambda: size * DEVICES)
 
 
-def test_state_and_gradients_must_fit_a_devices_share(monkeypatch):
+@pytest.mark.parametrize(
+    ("gradients", "held"),
+    [(True, "weights, optimizer state and gradients"), (False, "weights")],  # an evaluation
+)
+def test_what_a_device_holds_must_fit_its_share(monkeypatch, gradients, held):
     train_step = step_for(small_config((1, 1, 2, 2)))
+    train_step = train_step if gradients else train_step.of_weights()
     given = train_step.argument_bytes()
-    needed = sum(given.values()) + given["weights"]
+    needed = sum(given.values()) + given["weights"] * gradients
+    assert (given["optimizer"] > 0) == gradients
     with_memory(monkeypatch, needed)
-    assert check_memory(train_step, ALONE) == needed
+    assert check_memory(train_step, ALONE, gradients=gradients) == needed
     with_memory(monkeypatch, needed - 1)
-    with pytest.raises(InputError, match="the model does not fit"):
-        check_memory(train_step, ALONE)
-
-
-def test_an_evaluation_holds_weights_without_gradients(monkeypatch):
-    train_step = step_for(small_config((1, 1, 2, 2))).of_weights()
-    given = train_step.argument_bytes()
-    assert (given["optimizer"], given["codec memory"]) == (0, 0)
-    needed = given["weights"] + given["batch"]
-    with_memory(monkeypatch, needed)
-    assert check_memory(train_step, ALONE, gradients=False) == needed
-    with_memory(monkeypatch, needed - 1)
-    with pytest.raises(InputError, match="of weights, and has"):
-        check_memory(train_step, ALONE, gradients=False)
+    with pytest.raises(InputError, match=f"the model does not fit.* of {held}, and has"):
+        check_memory(train_step, ALONE, gradients=gradients)
 
 
 def test_the_least_device_of_all_processes_counts(monkeypatch):

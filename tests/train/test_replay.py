@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from moejax.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
 from moejax.train import __main__, replay
-from tests.train.small_runs import EVERY, STEPS, config, events, run_again, train
+from tests.integration.runs import records as events
+from tests.train.small_runs import EVERY, STEPS, change_manifest, config, run_again, train
 
 BAD = {5, 6}
 
@@ -50,13 +50,12 @@ def test_a_step_equals_what_was_logged_and_saved_and_nothing_is_written(trained,
 @pytest.mark.slow
 def test_what_differs_is_named(trained, tmp_path):
     run_dir = shutil.copytree(trained, tmp_path / "run")
-    facts = read_manifest(run_dir / "checkpoints" / "8")
-    for name in ("format_version", "files", "digest"):
-        del facts[name]
-    digests = facts["arrays"]["weights/params.groups.0.blocks.0.moe.w_out"]["digests"]
-    digests[0] = digests[0][:16] + "0123456789abcdef"
-    (run_dir / "checkpoints" / "8" / MANIFEST).unlink()
-    write_manifest(run_dir / "checkpoints" / "8", facts)
+
+    def change(facts):
+        digests = facts["arrays"]["weights/params.groups.0.blocks.0.moe.w_out"]["digests"]
+        digests[0] = digests[0][:16] + "0123456789abcdef"
+
+    change_manifest(run_dir / "checkpoints" / "8", change)
     log = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     for line in lines:

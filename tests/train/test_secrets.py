@@ -7,7 +7,6 @@ import pytest
 from moejax.train.__main__ import main
 from tests.integration.runs import describe, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked_annotations")]
 SECRETS = {
     "WANDB_API_KEY": "wandb-0123456789abcdef",
     "HF_TOKEN": "hf_0123456789abcdefgh",

@@ -23,8 +23,8 @@ class Kept:
     def __init__(self):
         self.lines, self.finished = [], False
 
-    def log(self, step, values):
-        self.lines.append((step, values))
+    def log(self, *line):
+        self.lines.append(line)
 
     def finish(self):
         self.finished = True
@@ -95,20 +95,18 @@ def test_a_tracker_that_hangs_delays_nothing_and_ends_with_the_run(monkeypatch):
     release.set()
 
 
-def test_a_library_that_is_missing_is_refused_before_the_run(monkeypatch):
+def test_a_missing_library_and_mlflow_without_an_address_are_refused_before_the_run(monkeypatch):
+    cfg = small_config()
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"wandb is not installed\. Install moejax\[wandb\]"):
-        check_trackers(tracked(small_config((1, 1, 1, 1)), wandb="moe"))
-    check_trackers(small_config((1, 1, 1, 1)))
-
-
-def test_mlflow_without_an_address_is_refused_before_the_run(monkeypatch):
+        check_trackers(tracked(cfg, wandb="moe"))
+    check_trackers(cfg)
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: True)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(InputError, match="MLFLOW_TRACKING_URI is not set"):
-        check_trackers(tracked(small_config((1, 1, 1, 1)), mlflow="moe"))
+        check_trackers(tracked(cfg, mlflow="moe"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
-    check_trackers(tracked(small_config((1, 1, 1, 1)), mlflow="moe"))
+    check_trackers(tracked(cfg, mlflow="moe"))
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, monkeypatch):
@@ -129,12 +127,9 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, monkeypa
         def finish(self):
             self.lines.append("end")
 
-    library = types.SimpleNamespace(
-        init=lambda **options: Run(**options),
-        Settings=dict,
-    )
+    library = types.SimpleNamespace(init=Run, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", library)
-    cfg = dataclasses.replace(small_config((1, 1, 1, 1)), run_dir=str(tmp_path))
+    cfg = dataclasses.replace(small_config(), run_dir=str(tmp_path))
     for step in (1, 2):
         found = open_trackers(tracked(cfg, wandb="moe"))
         found.log(step, {"train/loss": 1.0})

@@ -4,8 +4,7 @@ All processes see the same numbers, so all decide the same at the same step.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moejax.checkpoint.manifest import finished_steps
 from moejax.errors import DivergedError
@@ -32,29 +31,7 @@ class Skipped(NamedTuple):
         return f"the loss is {self.loss}"
 
 
-class SkipCounter:
-    """Counts skipped updates in a row."""
-
-    def __init__(self, total: int, in_a_row: int = 0):
-        """Starts from the counts of an earlier start.
-
-        Args:
-          total: updates that the run has skipped so far.
-          in_a_row: how many of them are its last ones.
-        """
-        self._total, self.in_a_row = total, in_a_row
-
-    def after(self, step: int, metrics: Metrics) -> Skipped | None:
-        """Returns the step's skipped update, if any. Waits for the step; call in order."""
-        before, self._total = self._total, int(metrics.skipped)
-        if self._total == before:
-            self.in_a_row = 0
-            return None
-        self.in_a_row += 1
-        return Skipped(step, float(metrics.loss), float(metrics.gradient_norm), self.in_a_row)
-
-
-RECENT = "recent_losses"  # an entry of manifests: `Run.recent`
+RECENT = "recent_losses"  # an entry of manifests, not of older ones: `Run.recent`
 
 
 class BadSteps(NamedTuple):
@@ -74,11 +51,6 @@ class GoBackError(Exception):
         self.bad, self.interrupt = bad, interrupt
 
 
-def recent_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a manifest's entry about the losses before it; empty in older manifests."""
-    return facts.get(RECENT, {})
-
-
 class StepCheck:
     """Reports bad steps of a run, and makes it go back or end."""
 
@@ -89,7 +61,7 @@ class StepCheck:
           skipped: updates that the run has skipped so far.
         """
         recent, self._run, self._interrupt = run.recent, run, interrupt
-        self._skips = SkipCounter(skipped, recent.get("skipped_in_a_row", 0))
+        self._skipped, self._skipped_in_a_row = skipped, recent.get("skipped_in_a_row", 0)
         known = recent.get("losses", []), recent.get("high_in_a_row", 0)
         self._spikes = Spikes(run.cfg.train.spike_threshold, *known)
         self._running: Metrics | None = None
@@ -104,7 +76,7 @@ class StepCheck:
         Skipped updates do not change the weights, and a spike may have broken them.
         """
         high = self._waits_for_spikes and self._spikes.suspected
-        return self._skips.in_a_row > 0 or high
+        return self._skipped_in_a_row > 0 or high
 
     def check_previous(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of the step that runs now, and checks the step before it.
@@ -126,7 +98,7 @@ class StepCheck:
         self._run.recent = {
             "losses": self._spikes.losses,
             "high_in_a_row": self._spikes.in_a_row,
-            "skipped_in_a_row": self._skips.in_a_row,
+            "skipped_in_a_row": self._skipped_in_a_row,
         }
 
     def after(self, step: int, metrics: Metrics) -> None:
@@ -136,8 +108,11 @@ class StepCheck:
           GoBackError: if the run goes back, in all processes at the same step.
           DivergedError: if it ends, in all processes at the same step.
         """
-        skipped = self._skips.after(step, metrics)
-        if skipped is not None:
+        before, self._skipped = self._skipped, int(metrics.skipped)
+        self._skipped_in_a_row = 0 if self._skipped == before else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row:
+            measured = float(metrics.loss), float(metrics.gradient_norm)
+            skipped = Skipped(step, *measured, self._skipped_in_a_row)
             self._report_skipped(skipped)
             if skipped.in_a_row == self._run.cfg.train.max_skipped:
                 self._go_back_or_end(skipped)
@@ -150,13 +125,10 @@ class StepCheck:
         return self._run.cfg.train.rollbacks - len(self._run.inputs.skipped)
 
     def _report_skipped(self, skipped: Skipped) -> None:
-        self._run.records.event(
-            "skipped", skipped.step, loss=skipped.loss, gradient_norm=skipped.gradient_norm
-        )
-        if skipped.in_a_row == 1:
-            self._run.display.note(
-                f"warning: update of step {skipped.step} skipped: {skipped.reason}"
-            )
+        step, loss, norm, in_a_row = skipped
+        self._run.records.event("skipped", step, loss=loss, gradient_norm=norm)
+        if in_a_row == 1:
+            self._run.display.note(f"warning: update of step {step} skipped: {skipped.reason}")
 
     def _go_back_or_end(self, skipped: Skipped) -> None:
         first = skipped.step - skipped.in_a_row + 1

@@ -46,7 +46,7 @@ class Spikes:
         """
         self._threshold = threshold
         self._losses = deque(losses, maxlen=WINDOW)
-        self._in_a_row = in_a_row
+        self.in_a_row = in_a_row  # how many of the last losses were high
 
     @property
     def losses(self) -> list[float]:
@@ -54,14 +54,9 @@ class Spikes:
         return list(self._losses)
 
     @property
-    def in_a_row(self) -> int:
-        """How many of the last losses were high."""
-        return self._in_a_row
-
-    @property
     def suspected(self) -> bool:
         """Whether the last losses were high, and too few for a spike so far."""
-        return 0 < self._in_a_row < STEPS
+        return 0 < self.in_a_row < STEPS
 
     def after(self, step: int, loss: float) -> Spike | None:
         """Takes the finite loss of a step. Returns a spike once, at its `STEPS`-th high loss."""
@@ -69,14 +64,14 @@ class Spikes:
             return None
         median = self._high_above(loss)
         if median is None:
-            self._in_a_row = 0
+            self.in_a_row = 0
             self._losses.append(loss)
             return None
-        self._in_a_row += 1
-        if self._in_a_row == WINDOW:
+        self.in_a_row += 1
+        if self.in_a_row == WINDOW:
             self._losses.clear()
-            self._in_a_row = 0
-        if self._in_a_row != STEPS:
+            self.in_a_row = 0
+        if self.in_a_row != STEPS:
             return None
         return Spike(step - STEPS + 1, step, loss, median)
 

@@ -2,17 +2,22 @@
 
 import math
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import masked_crc32c
 
+from moejax.errors import StorageFullError, writing
 from moejax.runtime.event_log import EventLog
 from moejax.step.state import Metrics
-from moejax.train.records.board import Board
 from moejax.train.records.trackers import Trackers
 
 # Values that an evaluation records, and their display.
@@ -51,53 +56,43 @@ class Report:
         Args:
           width: of the terminal, in characters. A longer line leaves out FLOP/s, then balance.
         """
-        whole = self._line(num_steps, flops=True, balance=True)
-        if width is None or len(whole) <= width:
-            return whole
-        narrow = self._line(num_steps, flops=False, balance=True)
-        return narrow if len(narrow) <= width else self._line(num_steps, flops=False, balance=False)
-
-    def _line(self, num_steps: int, *, flops: bool, balance: bool) -> str:
         minutes, seconds = divmod(int(self.seconds_left), 60)
         gigaflops = self.flops_per_second / 1e9
-        parts = (
-            f"step {self.step}/{num_steps}",
-            "no targets" if self.without_targets else f"loss {self.loss:.4f}",
-            f"ahead {self.ahead_loss:.4f}" if self.ahead_loss is not None else "",
-            f"{self.tokens_per_second:,.0f} tok/s",
-            f"{gigaflops:,.1f} GFLOP/s ({self.share_of_peak:.0%} of peak)" if flops else "",
-            f"balance {self.balance:.3f}" if balance else "",
-            f"dropped {sum(self.dropped)}",
-            f"overflow rounds {sum(self.rounds)}" if any(self.rounds) else "",
-            f"skipped {self.skipped}" if self.skipped else "",
-            f"{minutes}:{seconds:02d} left",
-        )
-        return "  ".join(filter(None, parts))
+        parts = {
+            "step": f"step {self.step}/{num_steps}",
+            "loss": "no targets" if self.without_targets else f"loss {self.loss:.4f}",
+            "ahead": f"ahead {self.ahead_loss:.4f}" if self.ahead_loss is not None else "",
+            "rate": f"{self.tokens_per_second:,.0f} tok/s",
+            "flops": f"{gigaflops:,.1f} GFLOP/s ({self.share_of_peak:.0%} of peak)",
+            "balance": f"balance {self.balance:.3f}",
+            "dropped": f"dropped {sum(self.dropped)}",
+            "rounds": f"overflow rounds {sum(self.rounds)}" if any(self.rounds) else "",
+            "skipped": f"skipped {self.skipped}" if self.skipped else "",
+            "left": f"{minutes}:{seconds:02d} left",
+        }
+        for left_out in ("flops", "balance"):
+            if width is not None and len("  ".join(filter(None, parts.values()))) > width:
+                parts[left_out] = ""
+        return "  ".join(filter(None, parts.values()))
 
 
+@dataclass
 class Meter:
-    """Turns step metrics into reports. The clock starts when the first step is done."""
+    """Turns step metrics into reports. The clock starts when the first step is done.
 
-    def __init__(
-        self,
-        *,
-        tokens_per_step: int,
-        flops_per_token: int,
-        peak: float,
-        num_steps: int,
-        schedule: Callable[[int], Any],
-    ) -> None:
-        """Takes the facts that rates depend on.
+    Attributes:
+      peak: FLOP/s of all devices in a large matrix product.
+      schedule: learning rate by the number of updates that were applied before.
+    """
 
-        Args:
-          peak: FLOP/s of all devices in a large matrix product.
-          schedule: learning rate by the number of updates that were applied before.
-        """
-        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
-        self.peak, self.num_steps, self.schedule = peak, num_steps, schedule
-        self.started: tuple[float, int] | None = None
-        self._paused = 0.0
-        self._uneven: list[Any] = []  # counts of the steps since `start`, still on the devices
+    tokens_per_step: int
+    flops_per_token: int
+    peak: float
+    num_steps: int
+    schedule: Callable[[int], Any]
+    started: tuple[float, int] | None = None
+    _paused: float = 0.0
+    _uneven: list[Any] = field(default_factory=list)  # of the steps since `start`, on the devices
 
     def start(self, step: int) -> None:
         """Starts the clock after `step` steps."""
@@ -136,7 +131,7 @@ class Meter:
             dropped=dropped.tolist(),
             overflowed=overflowed.tolist(),
             rounds=rounds.tolist(),
-            rounds_per_step=float(sum(np.asarray(one)[:, 2].sum() for one in self._uneven))
+            rounds_per_step=float(sum(x[:, 2].sum() for x in map(np.asarray, self._uneven)))
             / (step - first),
             gradient_norm=float(metrics.gradient_norm),
             learning_rate=float(self.schedule(max(step - 1 - skipped, 0))),
@@ -170,6 +165,50 @@ def held_out_text(values: Mapping[str, float | None]) -> str:
     return ", ".join(
         template.format(known[name]) for name, template in EVALUATED.items() if name in known
     )
+
+
+class Board:
+    """Adds numbers by tag and step to a new file of TensorBoard's events.
+
+    Each is written at once, in the caller's thread. tensorboardX's own writer uses a thread: a full
+    disk ends it unnoticed, and the run then waits forever for space in its queue.
+    """
+
+    def __init__(self, directory: Path):
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self.path = directory / name
+        with writing(self.path):
+            directory.mkdir(parents=True, exist_ok=True)
+            # Without a buffer, closing has nothing left to write.
+            self._file = self.path.open("ab", buffering=0)
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        except StorageFullError:
+            self.close()
+            raise
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a number for each tag."""
+        values_of = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        if values_of:
+            self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values_of)))
+
+    def _write(self, event: Event) -> None:
+        left = _tfrecord(event.SerializeToString())
+        with writing(self.path):
+            while left:
+                left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _tfrecord(data: bytes) -> bytes:
+    """Returns one record of a TFRecord file: length, data, and a checksum of each."""
+    length = struct.pack("<Q", len(data))
+    sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+    return length + sums[0] + data + sums[1]
 
 
 class Records:

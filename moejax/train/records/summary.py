@@ -1,7 +1,6 @@
 """The summary of a run before it starts: parameters, mesh, memory, FLOPs, collectives."""
 
 import socket
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,15 +113,12 @@ def _by_kind(
     collectives: list[Collective], layout: Layout
 ) -> dict[tuple[str, str], tuple[int, int]]:
     """Returns calls and bytes by kind and axes. Axes of one device are left out."""
-    totals: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for collective in collectives:
-        key = (
-            collective.kind,
-            ", ".join(axis for axis in collective.axes if layout.size((axis,)) > 1),
-        )
-        calls, size = totals[key]
-        totals[key] = (calls + collective.calls, size + collective.calls * collective.bytes)
-    return dict(totals)
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for one in collectives:
+        key = one.kind, ", ".join(axis for axis in one.axes if layout.size((axis,)) > 1)
+        calls, size = totals.get(key, (0, 0))
+        totals[key] = calls + one.calls, size + one.calls * one.bytes
+    return totals
 
 
 def human_bytes(size: float) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from moejax.config.fields import fields, get_value
 from moejax.config.schema import Config
@@ -25,36 +25,31 @@ PATIENCE_S = 30.0  # seconds that a run's end waits for a tracker to send the re
 NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 PARAMS_A_CALL = 100  # MLflow takes no more
 PARAM_LENGTH = 500  # characters of a setting: older servers take no more
+_KEEPING = threading.Lock()  # held while `trackers.json` is changed
 
 
-class Tracker(Protocol):
+class _Tracker(Protocol):
     """A service that keeps metrics; any method may raise, or take long."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records values of a step."""
-        ...
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def finish(self) -> None:
-        """Sends the rest."""
-        ...
+    def finish(self) -> None: ...
 
 
-class _Values(NamedTuple):
-    step: int
-    values: dict[str, float]
+_Values = tuple[int, dict[str, float]]  # a step, and its values
 
 
 class Trackers:
     """The trackers of a run, each in a thread."""
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker]]):
+    def __init__(self, openers: Mapping[str, Callable[[], _Tracker]]):
         """Takes functions that open trackers, by name; they are called in the threads."""
         self._feeds = [_Feed(name, opener) for name, opener in openers.items()]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Passes values of a step on. Returns at once."""
         for feed in self._feeds:
-            feed.put(_Values(step, dict(values)))
+            feed.put((step, dict(values)))
 
     def problems(self) -> list[str]:
         """Returns the problems since the last call, in words."""
@@ -70,7 +65,7 @@ class Trackers:
 class _Feed:
     """A thread that passes values to one tracker."""
 
-    def __init__(self, name: str, opener: Callable[[], Tracker]):
+    def __init__(self, name: str, opener: Callable[[], _Tracker]):
         self._name, self._opener = name, opener
         self._queue: queue.Queue[_Values | None] = queue.Queue(WAITING)
         self._found: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -109,7 +104,7 @@ class _Feed:
         try:
             tracker = self._opener()
             while (values := self._queue.get()) is not None and not self._failed.is_set():
-                tracker.log(values.step, values.values)
+                tracker.log(*values)
             tracker.finish()
         except BaseException as error:  # whatever it raises, the run goes on
             self._failed.set()
@@ -153,7 +148,7 @@ class _WandB:
 
         self._run = wandb.init(
             project=cfg.track.wandb,
-            id=_known_id(run_dir, "wandb"),  # None in a new run, which it names itself
+            id=_ids(run_dir).get("wandb"),  # None in a new run, which it names itself
             name=run_dir.name,
             dir=str(run_dir),
             resume="allow",
@@ -179,14 +174,11 @@ class _MLflow:
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._client, self._metric = mlflow.MlflowClient(), Metric
-        found = _known_id(run_dir, "mlflow")
+        found = _ids(run_dir).get("mlflow")
         if found is None:
             known = self._client.get_experiment_by_name(cfg.track.mlflow)
-            experiment = (
-                self._client.create_experiment(cfg.track.mlflow)
-                if known is None
-                else known.experiment_id
-            )
+            create = self._client.create_experiment
+            experiment = create(cfg.track.mlflow) if known is None else known.experiment_id
             found = self._client.create_run(experiment, run_name=run_dir.name).info.run_id
             settings = [Param(n, str(v)[:PARAM_LENGTH]) for n, v in _settings(cfg).items()]
             for first in range(0, len(settings), PARAMS_A_CALL):
@@ -210,17 +202,12 @@ def _settings(cfg: Config) -> dict[str, Any]:
     return {name: get_value(cfg, name) for name in fields()}
 
 
-def _known_id(run_dir: Path, name: str) -> str | None:
-    """Returns the tracker's own id of this run; None for a new run."""
+def _ids(run_dir: Path) -> dict[str, str]:
+    """Returns each tracker's own id of this run; empty for a new run."""
     path = run_dir / "trackers.json"
-    return json.loads(path.read_text()).get(name) if path.is_file() else None
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _save_id(run_dir: Path, name: str, own: str) -> None:
-    path = run_dir / "trackers.json"
     with _KEEPING:
-        known = json.loads(path.read_text()) if path.is_file() else {}
-        write_whole(path, json.dumps({**known, name: own}) + "\n")
-
-
-_KEEPING = threading.Lock()
+        write_whole(run_dir / "trackers.json", json.dumps({**_ids(run_dir), name: own}) + "\n")

@@ -38,11 +38,6 @@ MESHES = [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 4, 1)]
 CONTENT = {"train": [], "held_out": []}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole steps are traced."""
-
-
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     monkeypatch.setenv("MOEJAX_HOST", "host-0")
@@ -92,6 +87,15 @@ def save(kept, state, *steps):
         kept._pending.result()
 
 
+def saved(tmp_path, *steps):
+    """A step, a state that was kept as of some steps, and the members of the run that has ended."""
+    train_step, state = case(tmp_path)
+    members, kept = saving(train_step)
+    save(kept, state, *steps)
+    kept.close()
+    return train_step, state, members
+
+
 def resumed(tmp_path, mesh=MESHES[1], saved=None, skipped=(), **model):
     """What a start goes on with, and what it says."""
     train_step, said = step_for(configured(tmp_path, mesh, **model)), []
@@ -109,10 +113,7 @@ def bits(state):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_state_comes_back_to_the_same_bits_on_any_mesh(tmp_path, mesh):
-    train_step, state = case(tmp_path)
-    _, kept = saving(train_step)
-    save(kept, state, 2, 4)
-    kept.close()
+    _, state, _ = saved(tmp_path, 2, 4)
     found, said = resumed(tmp_path, mesh)
     assert bits(found) == bits(at_step(state, 4))
     assert [note for note in said if "setting changed" not in note] == []
@@ -122,10 +123,7 @@ def test_a_state_comes_back_to_the_same_bits_on_any_mesh(tmp_path, mesh):
 
 
 def test_a_step_that_is_older_than_the_checkpoint_is_not_looked_at(tmp_path):
-    train_step, state = case(tmp_path)
-    _, kept = saving(train_step)
-    save(kept, state, 2, 4)
-    kept.close()
+    saved(tmp_path, 2, 4)
     assert resumed(tmp_path, saved=Saved(4, tmp_path, {})) == (None, [])
 
 
@@ -147,16 +145,12 @@ def flip(path):
     ("damage", "said_of_it"),
     [
         (flip, "removed: it has digest"),
-        (lambda slot: os.truncate(slot, 100), "removed: its file has 100 bytes"),
         (lambda slot: os.truncate(slot.with_suffix(".json"), 100), "record cannot be read"),
         (lambda slot: slot.with_suffix(".json").unlink(), None),  # a save that was not finished
     ],
 )
 def test_a_damaged_step_is_removed_and_the_one_before_it_is_taken(tmp_path, damage, said_of_it):
-    train_step, state = case(tmp_path)
-    members, kept = saving(train_step)
-    save(kept, state, 2, 4)
-    kept.close()
+    _, state, members = saved(tmp_path, 2, 4)
     slot = slot_of(members, 4)
     damage(slot)
     found, said = resumed(tmp_path)
@@ -215,10 +209,7 @@ def test_processes_of_a_host_look_at_every_slot_whatever_others_remove_meanwhile
 
 
 def test_memory_of_other_settings_is_not_taken_and_stops_no_start(tmp_path):
-    train_step, state = case(tmp_path)
-    _, kept = saving(train_step)
-    save(kept, state, 2)
-    kept.close()
+    saved(tmp_path, 2)
     found, said = resumed(tmp_path, init_deviation=0.5)
     assert found is None
     assert "is not taken: config differs from the checkpoint's" in said[-1]
@@ -276,12 +267,6 @@ def test_a_step_in_memory_of_another_run_is_not_taken(tmp_path, changes, why):
     assert said[-1].startswith(f"step 2 in memory is not taken: {why}")
 
 
-def test_the_same_base_is_no_change(tmp_path):
-    resumed, said = taken_up(tmp_path)
-    assert int(resumed.state.step) == 2
-    assert said == []
-
-
 @pytest.mark.parametrize("remembered", [True, False])
 def test_codec_state_that_is_not_valid_is_new_and_told_where_there_was_some(remembered):
     kinds = {"weights/a": [[2], "float32"]} | ({"reduction/b": [[2], "int8"]} if remembered else {})
@@ -302,7 +287,7 @@ def small_state(*, reduction):
 def test_a_run_is_told_once_that_its_state_is_not_kept(tmp_path):
     train_step = step_for(configured(tmp_path, MESHES[0]))
     recorded, shown = [], io.StringIO()
-    records = SimpleNamespace(event=lambda *event, **values: recorded.append((*event, values)))
+    records = SimpleNamespace(event=partial(_tell, recorded))
     memory = Memory(train_step.cfg, ALONE, None)
     kept = memory.begin_saves(train_step, CONTENT, BASE, records, Console(file=shown, width=200))
     assert (kept._facts["jax"], kept._facts["base"]) == (jax.__version__, BASE)
@@ -329,10 +314,7 @@ def test_without_the_setting_nothing_is_kept_in_memory(tmp_path):
 
 
 def test_a_run_whose_checkpoints_were_removed_begins_anew(tmp_path):
-    train_step, state = case(tmp_path)
-    members, kept = saving(train_step)
-    save(kept, state, 2)
-    kept.close()
+    *_, members = saved(tmp_path, 2)
     (tmp_path / "run" / "checkpoints" / "memory.json").unlink()
     assert resumed(tmp_path) == (None, [])
     assert names_in(members.folder) == []
@@ -368,20 +350,30 @@ def test_a_save_that_is_due_too_early_is_skipped(tmp_path, monkeypatch):
     assert events[-1][:2] == ("memory_saved", 2)
 
 
-def test_a_failed_save_is_told_and_does_not_replace_a_whole_one(tmp_path, monkeypatch):
+def full(size):
+    raise OSError("no room")
+
+
+@pytest.mark.parametrize(
+    ("method", "fails", "text"),
+    [
+        ("commit", lambda _: 1 / 0, "ZeroDivisionError: division by zero"),
+        ("prepare", full, "no room"),
+    ],
+)
+def test_a_failed_save_is_told_and_does_not_replace_a_whole_one(
+    tmp_path, monkeypatch, method, fails, text
+):
     train_step, state = case(tmp_path)
     events = []
     members, kept = saving(train_step, events)
     save(kept, state, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(kept._slots[1], "commit", lambda _: 1 / 0)
+        patch.setattr(kept._slots[1], method, fails)
         save(kept, state, 4)
     save(kept, state, 6)
-    assert events[1] == (
-        "memory_failed",
-        4,
-        {"text": "process 0: ZeroDivisionError: division by zero"},
-    )
+    assert [event[:2] for event in events] == [("memory_saved", 2), ("memory_failed", 4)]
+    assert events[1][2] == {"text": f"process 0: {text}"}
     kept.close()
     # 6 went where 4 had failed, not over 2.
     assert slot_of(members, 2).name == "0-0.slot"
@@ -390,20 +382,12 @@ def test_a_failed_save_is_told_and_does_not_replace_a_whole_one(tmp_path, monkey
 
 @pytest.mark.parametrize("steps", [(2,), (2, 4), (2, 4, 6)])
 def test_what_a_start_resumed_is_kept_until_a_newer_step_is_whole(tmp_path, steps):
-    train_step, state = case(tmp_path)
-    members, kept = saving(train_step)
-    save(kept, state, *steps)
-    kept.close()
+    train_step, state, members = saved(tmp_path, *steps)
     memory = Memory(train_step.cfg, ALONE, None)
     console, records = Console(file=io.StringIO()), []
     assert memory.resume(train_step, CONTENT, (), None, console, records.append) is not None
-    again = MemoryCheckpoints(
-        memory._members,
-        arrays_of(train_step.abstract),
-        {},
-        partial(_tell, []),
-        held=memory._held_slot,
-    )
+    arrays, told = arrays_of(train_step.abstract), partial(_tell, [])
+    again = MemoryCheckpoints(memory._members, arrays, {}, told, held=memory._held_slot)
     again._slots[again._next].forget()  # a save that is killed at once
     again.close()
     assert bits(resumed(tmp_path)[0]) == bits(at_step(state, steps[-1]))
@@ -464,77 +448,39 @@ def test_members_agree_and_keep_the_identity_of_the_run(tmp_path):
     assert first.server is None
 
 
-def test_a_slot_that_finds_no_room_fails_its_save_and_the_run_goes_on(tmp_path, monkeypatch):
-    train_step, state = case(tmp_path)
-    events = []
-    _, kept = saving(train_step, events)
-    save(kept, state, 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(kept._slots[1], "prepare", _full)
-        save(kept, state, 4)
-    save(kept, state, 6)
-    kept.end()
-    assert [(event, step) for event, step, _ in events] == [
-        ("memory_saved", 2),
-        ("memory_failed", 4),
-        ("memory_saved", 6),
-    ]
-    assert events[1][2] == {"text": "process 0: no room"}
+WHOLE = [[4, 0.1, 0.98765, 10, 5, None], [4, 0.12344, 0.4, 20, 6, None]]
+FULL, GONE = [4, 0.3, 0.1, 20, 6, "full"], [4, 0, 0, 0, 0, "gone"]
 
 
-def _full(size):
-    raise OSError("no room")
-
-
-def test_of_several_processes_that_failed_the_first_is_named_and_the_others_counted(tmp_path):
-    ends = [[4, 0.1, 0.2, 10, 5, None], [4, 0.3, 0.1, 20, 6, "full"], [4, 0, 0, 0, 0, "gone"]]
-    for failed, event in ((1, "memory_saved"), (2, "memory_failed"), (3, "memory_failed")):
-        events = []
-        kept = object.__new__(MemoryCheckpoints)
-        processes = SimpleNamespace(gather=lambda here, n=failed: ends[:n])
-        kept._members = SimpleNamespace(processes=processes, turn=(1, 2))
-        kept._on_event, kept._newest, kept._next = partial(_tell, events), 0, 1
-        kept._pending = SimpleNamespace(result=lambda: checkpoints.SaveResult(*ends[0]))
-        kept._settle()
-        ((found, step, values),) = events
-        assert (found, step, kept._pending) == (event, 4, None)
-        assert (kept._newest, kept._next) == ((1, 0) if failed == 1 else (0, 1))
-        if failed == 1:
-            assert values == {"bytes": 10, "sent": 5, "stall_s": 0.1, "whole_s": 0.2}
-        else:
-            more = ", and 1 processes more" if failed == 3 else ""
-            assert values == {"text": f"process 1: full{more}"}
-
-
-def test_what_a_save_took_is_that_of_the_slowest_process_and_bytes_are_added():
+@pytest.mark.parametrize(
+    ("ends", "values"),
+    [  # the slowest process counts, bytes are added; of several that failed the first is named
+        (WHOLE, {"bytes": 30, "sent": 11, "stall_s": 0.1234, "whole_s": 0.9877}),
+        ([WHOLE[0], FULL], {"text": "process 1: full"}),
+        ([WHOLE[0], FULL, GONE], {"text": "process 1: full, and 1 processes more"}),
+    ],
+)
+def test_processes_agree_on_how_a_save_ended(ends, values):
     events = []
     kept = object.__new__(MemoryCheckpoints)
-    ends = [[4, 0.1, 0.98765, 10, 5, None], [4, 0.12344, 0.4, 20, 6, None]]
-    kept._members = SimpleNamespace(
-        processes=SimpleNamespace(gather=lambda here: ends), turn=(1, 2)
-    )
-    kept._on_event, kept._newest, kept._next = partial(_tell, events), None, 0
+    processes = SimpleNamespace(gather=lambda here: ends)
+    kept._members = SimpleNamespace(processes=processes, turn=(1, 2))
+    kept._on_event, kept._newest, kept._next = partial(_tell, events), 0, 1
     kept._pending = SimpleNamespace(result=lambda: checkpoints.SaveResult(*ends[0]))
     kept._settle()
-    assert events == [
-        ("memory_saved", 4, {"bytes": 30, "sent": 11, "stall_s": 0.1234, "whole_s": 0.9877})
-    ]
+    whole = "text" not in values
+    assert events == [("memory_saved" if whole else "memory_failed", 4, values)]
+    assert (kept._newest, kept._next, kept._pending) == ((1, 0, None) if whole else (0, 1, None))
 
 
 def test_arrays_of_another_kind_and_copies_that_are_not_whole_are_not_taken(tmp_path):
-    train_step, state = case(tmp_path)
-    _, kept = saving(train_step)
-    save(kept, state, 2)
-    kept.close()
+    train_step, *_ = saved(tmp_path, 2)
     memory = Memory(train_step.cfg, ALONE, None)
     found = memory._found
     key = "weights/params.norm.scale"
     for kinds in ({**found.kinds, key: [[3], "float32"]}, {**found.kinds, key: None}):
-        other = found._replace(kinds=kinds)
-        assert read_state(other, train_step, memory._members) == (
-            None,
-            f"{key} has another shape",
-        )
+        other = read_state(found._replace(kinds=kinds), train_step, memory._members)
+        assert other == (None, f"{key} has another shape")
     held = found.held[0]
     fewer = held._replace(rooms=[room for room in held.rooms if room[0].key != key])
     _, why = read_state(found._replace(held=[fewer]), train_step, memory._members)

@@ -68,20 +68,13 @@ def test_a_host_keeps_what_its_devices_hold_once_and_sends_what_no_other_has(clu
 
 def test_processes_of_a_host_share_its_copies_evenly():
     everyone = frozenset(range(4))
-    holders = {Piece("w", (n,), (1,), "float32"): everyone for n in range(8)}
-    shares = place(holders, ["a", "a", "b", "b"])
+    small = [Piece("w", (n,), (1,), "float32") for n in range(8)]
+    shares = place(dict.fromkeys(small, everyone), ["a", "a", "b", "b"])
     assert [len(share.kept) for share in shares] == [4, 4, 4, 4]
     assert [share.sent for share in shares] == [()] * 4
-
-
-def test_processes_of_a_host_share_bytes_and_not_pieces():
-    """One piece of 16 bytes is as much as four of 4."""
-    both = frozenset({0, 1})
-    large, small = (
-        Piece("a", (0,), (4,), "float32"),
-        [Piece("b", (n,), (1,), "float32") for n in range(4)],
-    )
-    shares = place(dict.fromkeys([*small, large], both), ["a", "a"])
+    # Bytes are shared, not pieces: one piece of 32 bytes is as much as eight of 4.
+    large = Piece("a", (0,), (8,), "float32")
+    shares = place(dict.fromkeys([*small, large], frozenset({0, 1})), ["a", "a"])
     assert [list(share.kept) for share in shares] == [[large], small]
 
 

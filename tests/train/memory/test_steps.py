@@ -1,10 +1,8 @@
 """When the loop keeps a state in memory, and when it throws away what it kept."""
 
 import dataclasses
-import math
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 
 from moejax.config.checks import check
@@ -14,7 +12,7 @@ from moejax.train.loop import run_to_end
 from moejax.train.start import check_paths
 from moejax.train.steps import run_steps
 from tests.cases import small_config
-from tests.train.running import initial_state, metrics
+from tests.train.running import BAD, initial_state
 
 
 class Kept:
@@ -38,50 +36,45 @@ class Kept:
         self.closed = True
 
 
-def training(running, bad=(), *, num_steps=9, max_skipped=None, **kept):
-    """A run whose steps only count, with copies in memory; updates of the steps in `bad` fail."""
-    settings = {"num_steps": num_steps, "eval_every": None, "max_skipped": max_skipped}
-    settings["rollbacks"] = 0
-    cfg = dataclasses.replace(
-        small_config(train=settings), checkpoint=CheckpointConfig(**{"save_every": None, **kept})
-    )
+@pytest.fixture
+def keeping(training):
+    """A run with copies in memory; updates of the steps in `bad` fail."""
 
-    def step(state, batch):
-        number = int(state.step) + 1
-        skipped = state.skipped + (number in bad)
-        state = state._replace(step=np.int32(number), skipped=np.int32(skipped))
-        measured = {"loss": math.nan, "norm": math.nan} if number in bad else {}
-        return state, metrics(**measured, skipped=skipped)
+    def build(bad=(), *, max_skipped=None, **kept):
+        settings = {"num_steps": 9, "eval_every": None, "max_skipped": max_skipped, "rollbacks": 0}
+        kept = CheckpointConfig(**{"save_every": None, **kept})
+        cfg = dataclasses.replace(small_config(train=settings), checkpoint=kept)
+        run, _ = training(cfg, dict.fromkeys(bad, BAD))
+        run.memory = Kept()
+        return run
 
-    run, _ = running(cfg, step=step)
-    run.memory = Kept()
-    return run
+    return build
 
 
-def test_every_so_many_steps_but_where_the_step_goes_to_disk(running):
-    run = training(running, memory_every=2, save_every=4)
+def test_every_so_many_steps_but_where_the_step_goes_to_disk(keeping):
+    run = keeping(memory_every=2, save_every=4)
     run_steps(run, initial_state())
     assert run.checkpoints.steps == [4, 8, 9]
     assert run.memory.steps == [2, 6]
 
 
-def test_nothing_is_kept_while_updates_are_skipped(running):
-    run = training(running, bad={3, 4, 5}, memory_every=1)
+def test_nothing_is_kept_while_updates_are_skipped(keeping):
+    run = keeping(bad={3, 4, 5}, memory_every=1)
     run_steps(run, initial_state())
     # A skipped update is known one step later; its weights are those of the step before it.
     assert run.memory.steps == [1, 2, 6, 7, 8]
 
 
-def test_a_run_that_diverged_goes_back_to_the_checkpoint_that_is_named(running, monkeypatch):
-    run = training(running, bad=range(3, 9), memory_every=1, max_skipped=3)
+def test_a_run_that_diverged_goes_back_to_the_checkpoint_that_is_named(keeping, monkeypatch):
+    run = keeping(bad=range(3, 9), memory_every=1, max_skipped=3)
     monkeypatch.setattr(run.checkpoints, "close", lambda: None)
     with pytest.raises(DivergedError):
         run_to_end(run, initial_state())
     assert (run.memory.ended, run.memory.closed) == (True, True)
 
 
-def test_a_run_that_fails_leaves_what_it_kept(running, monkeypatch):
-    run = training(running, memory_every=1)
+def test_a_run_that_fails_leaves_what_it_kept(keeping, monkeypatch):
+    run = keeping(memory_every=1)
     monkeypatch.setattr(run.checkpoints, "close", lambda: None)
     monkeypatch.setattr(run.memory, "save", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
