@@ -40,7 +40,7 @@ from moejax.checkpoint.remote import Copies
 from moejax.errors import InputError, RunError, StorageFullError
 from moejax.runtime.patches import let_orbax_begin_again
 from moejax.runtime.processes import ALONE, Processes
-from moejax.step.state import Reduction, TrainState
+from moejax.step.state import TrainState
 
 
 def check_written(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -300,17 +300,12 @@ def _items(state: TrainState) -> dict[str, Any]:
 
     The keys are part of the file format.
     """
-    reduction = state.reduction
     return {
         "counters": {"step": state.step, "skipped": state.skipped},
         "weights": {"params": state.params, "balance": state.router_bias},
         # Weights that were imported have no optimizer yet.
         **({"optimizer": state.optimizer} if jax.tree.leaves(state.optimizer) else {}),
-        **(
-            {"reduction": {"codecs": reduction.residuals, "rungs": reduction.levels}}
-            if jax.tree.leaves(reduction)
-            else {}
-        ),
+        **({"reduction": {"codecs": state.reduction}} if jax.tree.leaves(state.reduction) else {}),
     }
 
 
@@ -382,7 +377,7 @@ def _of_items(read: Mapping[str, Any], abstract: TrainState, reduction: bool) ->
     weights = read["weights"]
     codec_state: Any = abstract.reduction if reduction else None
     if "reduction" in read:
-        codec_state = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
+        codec_state = read["reduction"]["codecs"]
     return TrainState(
         **read["counters"],
         params=weights["params"],

@@ -185,10 +185,6 @@ FACTORS: dict[str, dict[str, Changes]] = {
             "compression.dense_gradient": "powersgd:4",
             "compression.expert_gradient": "powersgd:4",
         },
-        "gradients adaptive": {
-            "compression.dense_gradient": "adaptive:0.9:int8|int4",
-            "compression.expert_gradient": "adaptive:0.9:int8|int4",
-        },
     },
     "numbers": {"float32": NONE, "bfloat16": {"model.dtype": "bfloat16"}},
 }

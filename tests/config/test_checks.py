@@ -273,11 +273,6 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         ({"mesh.activations": "replicated"}, "mesh.activations", "`mesh.tensor` is 1"),
         ({"compression.block": 64}, "compression.block", "`compression` is none"),
         ({"compression.start_layer": 1}, "compression.start_layer", "`compression` is none"),
-        (
-            {"compression.preset": "hybrid", "compression.adapt_every": 5},
-            "compression.adapt_every",
-            "no codec of `compression` is adaptive",
-        ),
         ({"route_chunks_backward": 2}, "route_chunks_backward", "nothing is exchanged"),
         ({"route_trim": True}, "route_trim", "nothing is exchanged"),
         *(

@@ -18,7 +18,6 @@ FIELD_NAMES = [
     "checkpoint.memory_every",
     "checkpoint.save_every",
     "checkpoint.verify",
-    "compression.adapt_every",
     "compression.block",
     "compression.combine",
     "compression.combine_backward",

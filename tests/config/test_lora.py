@@ -49,7 +49,7 @@ def test_the_scale_is_alpha_over_rank_and_two_by_default():
 def test_a_preset_keeps_its_codecs_of_tokens_alone():
     policy = build_compression(CompressionConfig(preset="strong")).without(GRADIENTS)
     now = policy.at(0)
-    assert (now.dense_gradient, now.expert_gradient, policy.adaptive) == (None, None, False)
+    assert (now.dense_gradient, now.expert_gradient) == (None, None)
     assert now.dispatch == build_compression(CompressionConfig(preset="strong")).at(0).dispatch
-    gradients = CompressionConfig(dense_gradient="none,adaptive:0.9:int8|int4@5")
+    gradients = CompressionConfig(dense_gradient="none,int4+feedback@5")
     assert build_compression(gradients).without(GRADIENTS) == NO_COMPRESSION

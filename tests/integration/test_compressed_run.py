@@ -23,9 +23,8 @@ CONFIG = (
 compression:
   dispatch: int8
   dense_gradient: "none,int4+feedback@5"
-  expert_gradient: "adaptive:0.9:int8|topk:0.2"
+  expert_gradient: "loco"
   block: 16
-  adapt_every: 4
 """
 )
 
@@ -35,7 +34,7 @@ def test_a_run_says_which_codecs_it_takes_and_learns(straight):
     run_dir, out = straight
     assert "codecs across nodes" in out
     said = [record["codecs"] for record in records(run_dir, "codecs")]
-    assert said[0].startswith("expert_gradient int8 (adaptive)")
+    assert said[0].startswith("expert_gradient loco")
     assert any("dense_gradient int4+feedback" in line for line in said)
     losses = [record["loss"] for record in records(run_dir, "step")]
     assert losses[-1] < losses[0]
@@ -62,7 +61,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with_what_codecs_remember(place,
 @pytest.mark.parametrize(
     "change",
     [
-        "compression.expert_gradient=adaptive:0.9:int8|int4",
+        "compression.expert_gradient=int8+feedback",
         "mesh.expert=4",
         "compression.preset=",
     ],
@@ -76,7 +75,7 @@ def test_another_policy_or_mesh_drops_what_was_kept_and_says_so(place, straight,
         # Everything off: nothing is kept any more.
         off = ["preset=none", "dense_gradient=none", "expert_gradient=none"]
         change_words = [f"--config.compression.{word}" for word in off]
-        change_words += ["--config.compression.block=128", "--config.compression.adapt_every=100"]
+        change_words += ["--config.compression.block=128"]
     else:
         change_words = [f"--config.{change}"]
     code, out, err = run(place, *words, *change_words)

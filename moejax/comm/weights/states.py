@@ -1,17 +1,13 @@
-"""States of gradient codecs: their shapes, their shardings, and the errors they measured."""
+"""States of gradient codecs: their shapes and their shardings."""
 
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from moejax.comm.codecs.adaptive import AdaptiveCodec
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Codec
-from moejax.comm.codecs.low_rank import LowRank
-from moejax.comm.weights.compressed import ReduceState, empty_state
+from moejax.comm.weights.compressed import empty_state
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
@@ -52,16 +48,3 @@ def residual_specs(states: Any, params: Any, dims: Any, layouts: Any) -> Any:
         return jax.tree.map(lambda _: PartitionSpec(*leading, layout.mesh_axes), state)
 
     return jax.tree.map(spec, params, dims, layouts, states)
-
-
-def sum_squared_errors(codec: Codec | LowRank, states: Any, dims: Any, traffic: str) -> jax.Array:
-    """Sums `AdaptiveCodec.squared_errors` over this device's gradients of one class of traffic."""
-    assert isinstance(codec, AdaptiveCodec)
-    errors = []
-
-    def add(letters: str, state: ReduceState | None) -> None:
-        if state is not None and class_of(letters) == traffic:
-            errors.append(codec.squared_errors(state.parts))  # type: ignore[arg-type]
-
-    jax.tree.map(add, dims, states)
-    return jnp.sum(jnp.stack(errors), axis=0) if errors else jnp.zeros(len(codec.levels) + 1)

@@ -51,11 +51,6 @@ def _effects(cfg: Config) -> Iterator[_Effect]:
         "`checkpoint.memory_every` is none",
     )
     yield (
-        ("compression.adapt_every",),
-        lambda cfg: build_compression(cfg.compression).adaptive,
-        "no codec of `compression` is adaptive",
-    )
-    yield (
         ("model.activation_limit",),
         lambda cfg: cfg.model.clamp is not None,
         "only `model.activation` clamped_swiglu reads it",

@@ -27,9 +27,7 @@ def codec_gaps(cfg: Config) -> list[Gap]:
     for name in sent if cfg.mesh.stage > 1 else [n for n in sent if n not in STAGES]:
         specs = list(dict.fromkeys(map(str, policy.all_of(name))))
         if specs:
-            levels = any(spec.levels for spec in policy.all_of(name))
-            when = ", chosen anew during the run" if levels else ""
-            when = ", changed at steps of the run" if len(specs) > 1 else when
+            when = ", changed at steps of the run" if len(specs) > 1 else ""
             gaps.append(
                 Gap(
                     f"codec of {CLASSES[name]} between nodes: {' then '.join(specs)}{when}",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Codec, EncodeContext
+from moejax.comm.codecs.codec import Codec
 from moejax.config.compression import CodecSpec
 from moejax.plan.cluster.device import CodecRates, Device
 from moejax.plan.probe.timer import ProgressFn, Stopwatch
@@ -24,18 +24,7 @@ MEMORY = {"cpu": 2**25, "gpu": 2**30, "tpu": 2**28}  # bytes of a copy, larger t
 CACHED = {"cpu": (2**21, 2**22, 2**23, 2**24)}  # of arrays that a cache may hold
 CODED = {"cpu": 2**18, "gpu": 2**28, "tpu": 2**26}  # bytes of float32 to encode
 SMALL = 16  # dependent small operations
-CODECS = {
-    name: CodecSpec(name, argument)
-    for name, argument in (
-        ("bfloat16", None),
-        ("int8", None),
-        ("e4m3", None),
-        ("e5m2", None),
-        ("int4", None),
-        ("loco", None),
-        ("topk", 0.01),
-    )
-}
+CODECS = {name: CodecSpec(name) for name in ("bfloat16", "int8", "e4m3", "e5m2", "int4", "loco")}
 QUICK_CODECS = ("bfloat16", "int8")
 
 
@@ -142,14 +131,13 @@ def _codec(watch: Stopwatch, codec: Any, size: int) -> CodecRates:
     """Returns a codec's rates over one row, its state read and written too."""
     assert isinstance(codec, Codec)
     n = size // 4
-    context = EncodeContext(jnp.int32(1), jax.random.key(0))
 
     def values() -> Any:
         return jnp.arange(n)[None] / n - 0.5, jnp.zeros((1, codec.state_size(n)))
 
     def encode(both: Any) -> Any:
         x, state = both
-        return codec.encode(x, state, context)
+        return codec.encode(x, state, jnp.int32(1))
 
     def payload() -> Any:
         # The time to decode does not depend on the values.
