@@ -223,8 +223,8 @@ def plain() -> Combination:
 
 
 def is_rounded(combination: Combination) -> bool:
-    """Whether some feature rounds more than float32."""
-    return not ROUNDED.isdisjoint(combination)
+    """Whether a step with these features rounds more than float32 does; codecs that left do too."""
+    return dict(combination)["codecs"] != "no codec" or not ROUNDED.isdisjoint(combination)
 
 
 def name(combination: Combination) -> str:
