@@ -245,11 +245,12 @@ def fingerprint(train_step: TrainStep) -> str | None:
 
     state = train_step.abstract
     model = train_step.model
-    trees = (state.params, model.dims, model.layouts, state.reduction.residuals)
+    trees = (state.params, model.dims, model.layouts, state.reduction)
     facts_of_params = jax.tree_util.tree_map_with_path(facts, *trees)
     content = {
         "meaning": CODEC_STATE,
-        "compression": dataclasses.asdict(train_step.cfg.compression),
+        # It was a setting, of codecs that are gone: fingerprints have it.
+        "compression": dataclasses.asdict(train_step.cfg.compression) | {"adapt_every": 100},
         "axes": [axis_size for axis_size in layout.sizes if axis_size[1] > 1],
         "parameters": jax.tree.leaves(facts_of_params, is_leaf=lambda x: isinstance(x, list)),
     }

@@ -47,7 +47,7 @@ from moejax.checkpoint.manifest import (
 from moejax.checkpoint.remote import Copies
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes
-from moejax.step.state import Reduction, TrainState, flat
+from moejax.step.state import TrainState, flat
 
 
 class OtherProcessError(Exception):
@@ -289,8 +289,7 @@ def _items(state: TrainState) -> dict[str, Any]:
     if jax.tree.leaves(state.optimizer):  # weights that were imported have none yet
         items["optimizer"] = state.optimizer
     if jax.tree.leaves(state.reduction):
-        codecs, levels = state.reduction
-        items["reduction"] = {"codecs": codecs, "rungs": levels}
+        items["reduction"] = {"codecs": state.reduction}
     return items
 
 
@@ -355,7 +354,7 @@ def state_of(
 def _of_items(read: Mapping[str, Any], abstract: TrainState, reduction: bool) -> TrainState:
     codec_state: Any = abstract.reduction if reduction else None
     if "reduction" in read:
-        codec_state = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
+        codec_state = read["reduction"]["codecs"]
     return TrainState(
         **read["counters"],
         params=read["weights"]["params"],

@@ -5,14 +5,14 @@ A class has one codec, or several with the step from which each applies:
     int8+feedback                   always
     none,int4+feedback@200          uncompressed for a warm-up of 200 steps
     int4,int8@1000,bfloat16@5000    errors that shrink along training
-    adaptive:0.9:int8|int4|topk:0.1 the strongest that keeps 0.9 of the gradient's squared norm
 
-A codec is NAME[:ARGUMENT][+feedback][+stochastic]. `comm.codecs` describes them and their errors.
+A codec is NAME[:ARGUMENT][+feedback]. `comm.codecs` describes them and their errors.
 Nothing is compressed inside a node; the router, its metadata, the weights of its choices, the loss
 and the optimizer state are never compressed. Nothing here imports JAX.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,7 +20,9 @@ from moejax.config.schema import CompressionConfig
 from moejax.errors import InputError
 
 BLOCKS = ("int8", "e4m3", "e5m2", "int4")
-NAMES = ("bfloat16", *BLOCKS, "loco", "topk", "powersgd", "adaptive")
+NAMES = ("bfloat16", *BLOCKS, "loco", "powersgd")
+# Codecs that were removed, and which to use in place of each (decision 0009).
+REMOVED = {"adaptive": "int4+feedback", "topk": "int4+feedback"}
 GRADIENTS = ("dense_gradient", "expert_gradient")
 TOKENS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 STAGES = ("stage", "stage_gradient")
@@ -56,23 +58,15 @@ class CodecSpec:
     name: str
     argument: float | None = None
     feedback: bool = False
-    stochastic: bool = False
     block: int = 128
     kernel: str = "reference"  # implementation of kernels.quantize
     # Implementation of kernels.quantized_rows, for rows of tokens; "separate": rows are permuted,
     # then encoded, and decoded, then summed.
     rows_kernel: str = "separate"
-    # For adaptive codecs: levels from mild to strong, the chosen level, and whether this step
-    # measures the error of each.
-    levels: tuple["CodecSpec", ...] = ()
-    level: int = 0
-    measures: bool = False
 
     def __str__(self) -> str:
         argument = "" if self.argument is None else f":{self.argument:g}"
-        levels = ":" + "|".join(map(str, self.levels)) if self.levels else ""
-        flags = "+feedback" * self.feedback + "+stochastic" * self.stochastic
-        return self.name + argument + levels + flags
+        return self.name + argument + "+feedback" * self.feedback
 
 
 @dataclass(frozen=True)
@@ -100,38 +94,19 @@ class Compression:
     Attributes:
       stages: (first step, codecs); the first stage starts at step 0.
       start_layer: number of first blocks whose gradients are not compressed.
-      adapt_every: steps between choices of adaptive codecs.
     """
 
     stages: tuple[tuple[int, Codecs], ...] = ((0, NO_CODECS),)
     start_layer: int = 0
-    adapt_every: int = 1
 
     def all_of(self, kind: str) -> list[CodecSpec]:
         """Returns every codec that a class takes at some step."""
         codecs_of_kind = [getattr(codecs, kind) for _, codecs in self.stages]
         return [spec for spec in codecs_of_kind if spec is not None]
 
-    @property
-    def adaptive(self) -> bool:
-        """True if some codec is adaptive."""
-        return any(spec.levels for kind in GRADIENTS for spec in self.all_of(kind))
-
-    def at(self, step: int, levels: tuple[int, int] = (0, 0)) -> Codecs:
-        """Returns the codecs of a step.
-
-        Args:
-          step: counted from zero.
-          levels: chosen levels of the adaptive codecs of `GRADIENTS`.
-        """
-        codecs = [codecs for start, codecs in self.stages if start <= step][-1]
-        measures = step % self.adapt_every == 0
-        for kind, level in zip(GRADIENTS, levels, strict=True):
-            spec = getattr(codecs, kind)
-            if spec is not None and spec.levels:
-                spec = dataclasses.replace(spec, level=level, measures=measures)
-                codecs = dataclasses.replace(codecs, **{kind: spec})
-        return codecs
+    def at(self, step: int) -> Codecs:
+        """Returns the codecs of a step, counted from zero."""
+        return [codecs for start, codecs in self.stages if start <= step][-1]
 
     def without(self, kinds: Iterable[str]) -> "Compression":
         """Returns the same codecs, but none for the given classes."""
@@ -149,8 +124,7 @@ class Compression:
         def changed(spec: CodecSpec | None) -> CodecSpec | None:
             if spec is None:
                 return None
-            levels = tuple(dataclasses.replace(level, kernel=kernel) for level in spec.levels)
-            return dataclasses.replace(spec, kernel=kernel, rows_kernel=rows_kernel, levels=levels)
+            return dataclasses.replace(spec, kernel=kernel, rows_kernel=rows_kernel)
 
         stages = tuple(
             (start, Codecs(**{kind: changed(spec) for kind, spec in vars(codecs).items()}))
@@ -183,19 +157,23 @@ def build_compression(cfg: CompressionConfig) -> Compression:
         stages.append((now, Codecs(**latest)))
     if all(codecs == NO_CODECS for _, codecs in stages):
         return NO_COMPRESSION
-    policy = Compression(tuple(stages), cfg.start_layer, cfg.adapt_every)
-    return policy if policy.adaptive else dataclasses.replace(policy, adapt_every=1)
+    return Compression(tuple(stages), cfg.start_layer)
+
+
+def without_removed_codecs(text: str) -> str:
+    """Returns a saved setting of codecs with those to use in place of removed ones."""
+
+    def known(part: re.Match[str]) -> str:
+        name, rest, start = part.groups()
+        return (REMOVED.get(name) or name + rest.replace("+stochastic", "")) + (start or "")
+
+    return re.sub(r"([^,:+@]+)([^,@]*)(@[^,]*)?", known, text)
 
 
 def describe_codecs(codecs: Codecs) -> str:
-    """Returns the codecs as text; for adaptive ones, the chosen level."""
-    lines = []
-    for entry in dataclasses.fields(Codecs):
-        spec = getattr(codecs, entry.name)
-        if spec is not None:
-            shown = f"{spec.levels[spec.level]} (adaptive)" if spec.levels else str(spec)
-            lines.append(f"{entry.name} {shown}")
-    return ", ".join(lines) or "none"
+    """Returns the codecs as text."""
+    named = [f"{kind} {spec}" for kind, spec in vars(codecs).items() if spec is not None]
+    return ", ".join(named) or "none"
 
 
 def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, CodecSpec | None]:
@@ -211,9 +189,8 @@ def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, Co
             _refuse(kind, text, "Its steps must grow")
         schedule[step] = _read_codec(kind, name, cfg)
     names = {spec.name for spec in schedule.values() if spec is not None}
-    for own in {"loco", "adaptive"} & names:
-        if len(names) > 1:
-            _refuse(kind, text, f"The state of {own} cannot be used by another codec")
+    if "loco" in names and len(names) > 1:
+        _refuse(kind, text, "The state of loco cannot be used by another codec")
     return schedule
 
 
@@ -221,57 +198,34 @@ def _read_codec(kind: str, text: str, cfg: CompressionConfig) -> CodecSpec | Non
     """Reads one codec of a class."""
     if text == "none":
         return None
-    plain, *flags = text.split("+") if not text.startswith("adaptive") else [text]
+    plain, *flags = text.split("+")
     name, colon, argument = plain.partition(":")
+    if name in REMOVED:
+        _refuse(kind, text, f"{name} was removed: use {REMOVED[name]}, as good at no more bytes")
     if name not in NAMES:
         _refuse(kind, text, f"It must be none or one of {', '.join(NAMES)}")
-    if unknown := set(flags) - {"feedback", "stochastic"}:
-        _refuse(kind, text, f"It has no flag {min(unknown)}: they are feedback and stochastic")
+    if "stochastic" in flags:
+        _refuse(kind, text, "+stochastic was removed: it gains nothing. Leave it out")
+    if unknown := set(flags) - {"feedback"}:
+        _refuse(kind, text, f"It has no flag {min(unknown)}: there is +feedback alone")
     plain_name = name in ("bfloat16", *BLOCKS)
-    if kind == "stage_gradient" and ("stochastic" in flags or not plain_name):
+    if kind == "stage_gradient" and not plain_name:
         rule = "Gradients between stages have a codec that may remember, with +feedback. Choose "
         _refuse(kind, text, rule + f"bfloat16, {', '.join(BLOCKS)}")
     if kind not in (*GRADIENTS, "stage_gradient") and (flags or not plain_name):
-        rule = "Only gradients of weights have a codec that remembers or rounds at random. Choose "
+        rule = "Only gradients of weights have a codec that remembers. Choose "
         _refuse(kind, text, rule + f"bfloat16, {', '.join(BLOCKS)}")
-    if "stochastic" in flags and name not in BLOCKS:
-        _refuse(kind, text, f"Only {', '.join(BLOCKS)} round at random")
-    if "feedback" in flags and name in ("loco", "powersgd", "adaptive"):
+    if "feedback" in flags and name in ("loco", "powersgd"):
         _refuse(kind, text, f"{name} has error feedback of its own. Leave out +feedback")
-    spec = CodecSpec(name, None, "feedback" in flags, "stochastic" in flags, cfg.block)
-    if name == "topk":
-        share = _number(argument)
-        if not 0 < share < 1:
-            rule = "topk takes the share of values to send, between 0 and 1: topk:0.01"
-            _refuse(kind, text, rule)
-        return dataclasses.replace(spec, argument=share)
+    spec = CodecSpec(name, None, "feedback" in flags, cfg.block)
     if name == "powersgd":
         rank = _number(argument)
         if rank < 1 or rank != int(rank):
             _refuse(kind, text, "powersgd takes a rank of at least 1: powersgd:4")
         return dataclasses.replace(spec, argument=rank)
-    if name == "adaptive":
-        return _read_adaptive(kind, text, argument, spec, cfg)
     if colon:
         _refuse(kind, text, f"{name} takes no argument. Leave out :{argument}")
     return spec
-
-
-def _read_adaptive(
-    kind: str, text: str, argument: str, spec: CodecSpec, cfg: CompressionConfig
-) -> CodecSpec:
-    threshold, _, listed = argument.partition(":")
-    levels = tuple(_read_codec(kind, part, cfg) for part in listed.split("|")) if listed else ()
-    plain = (*BLOCKS, "bfloat16", "topk")
-    held = [level is not None and level.name in plain and not level.feedback for level in levels]
-    if not 0 < _number(threshold) < 1 or len(levels) < 2 or not all(held):
-        rule = (
-            "adaptive takes the share of the squared norm to keep, and codecs without feedback "
-            "from mild to strong: adaptive:0.9:int8|int4|topk:0.1"
-        )
-        _refuse(kind, text, rule)
-    codecs = tuple(level for level in levels if level is not None)
-    return dataclasses.replace(spec, argument=_number(threshold), levels=codecs)
 
 
 def _number(text: str) -> float:

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from moejax.config.compression import without_removed_codecs
 from moejax.config.schema import Config
 from moejax.errors import InputError
 
@@ -40,6 +41,9 @@ REMOVED = {
         "reference_e4m3": ("mosaic_e4m3", "the same rounding, by a kernel"),
     },
 }
+
+# Settings of saved configs that say nothing any more.
+REMOVED_SETTINGS = ("compression.adapt_every",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +205,12 @@ def has_removed(settings: Mapping[str, Any]) -> bool:
 
 def without_removed(name: str, value: Any) -> Any:
     """Returns a saved value of a setting, or the one to use in its place."""
+    if not isinstance(value, str):
+        return value
+    if name.startswith("compression."):
+        return without_removed_codecs(value)
     known = REMOVED.get(name, {})
-    return known[value][0] if isinstance(value, str) and value in known else value
+    return known[value][0] if value in known else value
 
 
 def _items(value: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from moejax.config.checks.planned import ANSWER, CHOSEN, CODECS, by_hand, chosen_names, pinned
 from moejax.config.fields import (
+    REMOVED_SETTINGS,
     change,
     check_value,
     fields,
@@ -189,7 +190,7 @@ def split_overrides(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 def _add(values: dict[str, Any], entry: Entry) -> None:
     """Checks one value of a file and stores it under its dotted name."""
-    if entry.name in sections() and entry.value == {}:
+    if entry.name in REMOVED_SETTINGS or (entry.name in sections() and entry.value == {}):
         return
     field = find_field(entry.name)
     if field.name in values:

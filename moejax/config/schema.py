@@ -318,7 +318,6 @@ class CompressionConfig:
         "number of first blocks, rounded up to a whole pattern, whose gradients are not compressed",
         at_least=0,
     )
-    adapt_every: int = setting(100, "steps between choices of an adaptive codec", at_least=1)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from moejax.config.schema import CompressionConfig, Config, PlanConfig
 from moejax.config.spread import spread
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
-from moejax.step.state import Reduction, TrainState
+from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 
 # Settings of commands that only run the model; all others are for training.
@@ -125,7 +125,7 @@ def read_weights(chosen: Chosen, train_step: TrainStep, processes: Processes = A
         params=weights["params"],
         router_bias=weights["balance"],
         optimizer=(),
-        reduction=Reduction(None, None),
+        reduction=None,
         frozen=frozen,
     )
 

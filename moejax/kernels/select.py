@@ -114,10 +114,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     policy = build_compression(cfg.compression)
     specs = [spec for _, codecs in policy.stages for spec in vars(codecs).values() if spec]
     if specs:
-        stochastic = any(spec.stochastic for spec in specs)
-        choices["quantize"] = select_quantize(
-            hardware, block=cfg.compression.block, stochastic=stochastic
-        )
+        choices["quantize"] = select_quantize(hardware, block=cfg.compression.block)
     tokens = {kind: {spec.name for spec in policy.all_of(kind)} for kind in TOKENS}
     if model.has_experts and any(tokens.values()):
         choices["quantized_rows"] = select_quantized_rows(
@@ -210,23 +207,12 @@ def select_experts(
     return Choice("blocked", reason, (("mosaic", why_not),))
 
 
-def select_quantize(hardware: Hardware, *, block: int, stochastic: bool = False) -> Choice:
-    """Returns the implementation of `kernels.experts.quantize`.
-
-    Args:
-      stochastic: whether something is rounded at random.
-    """
+def select_quantize(hardware: Hardware, *, block: int) -> Choice:
+    """Returns the implementation of `kernels.experts.quantize`."""
     why_not = _blocks_decline(hardware, block)
     if why_not is not None:
         return Choice("reference", "plain JAX runs everywhere", (("mosaic", why_not),))
-    taken = "one pass over memory each way"
-    if stochastic:
-        why_not = (
-            "it cannot draw random numbers, so stochastic rounding runs in plain JAX; decoding "
-            "uses the kernel"
-        )
-        return Choice("mosaic", taken, (("mosaic", why_not),))
-    return Choice("mosaic", taken)
+    return Choice("mosaic", "one pass over memory each way")
 
 
 def select_quantized_rows(

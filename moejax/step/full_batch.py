@@ -9,15 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codecs.adaptive import choose_level
-from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.reduce import reduce_replicated
-from moejax.comm.weights.residuals import attach_residuals, sum_squared_errors
-from moejax.config.compression import GRADIENTS
+from moejax.comm.weights.residuals import attach_residuals
 from moejax.model.ahead import targets_ahead
 from moejax.step.model import ModelDef
-from moejax.step.state import Batch, Reduction, TrainState, Tree
+from moejax.step.state import Batch, TrainState, Tree
 
 
 class NumTargets(NamedTuple):
@@ -50,15 +46,13 @@ def count_own_targets(model: ModelDef, batch: Batch) -> list[jax.Array]:
 
 def with_residuals(model: ModelDef, state: TrainState) -> Tree:
     """Returns the parameters as `Shard`s, with the states of their gradients' codecs."""
-    context = EncodeContext(state.step, keys_of(model, state)[1])
-    residuals = state.reduction.residuals
-    return attach_residuals(state.params, residuals, model.dims, context, model.layout)
+    return attach_residuals(state.params, state.reduction, model.dims, state.step)
 
 
-def keys_of(model: ModelDef, state: TrainState) -> jax.Array:
-    """Returns a step's keys: of the router's noise, and of random rounding."""
+def noise_key(model: ModelDef, state: TrainState) -> jax.Array:
+    """Returns the key of a step's router noise."""
     key = jax.random.fold_in(jax.random.key(model.cfg.train.seed), state.step)
-    return jax.random.split(key)
+    return jax.random.split(key)[0]  # as it was when the other one was used too
 
 
 def reduce_replicated_gradients(model: ModelDef, gradients: Tree) -> Tree:
@@ -72,19 +66,3 @@ def reduce_replicated_gradients(model: ModelDef, gradients: Tree) -> Tree:
         for i, total in zip(replicated, sums, strict=True):
             leaves[i] = total
     return jax.tree.unflatten(tree, leaves)
-
-
-def choose_levels(model: ModelDef, before: Reduction, residuals: Tree) -> Reduction:
-    """Returns the new codec state; in measuring steps adaptive codecs choose their level."""
-    if before.levels is None:
-        return Reduction(residuals, None)
-    levels = []
-    for number, traffic in enumerate(GRADIENTS):
-        codec = getattr(model.spec.codecs, traffic)
-        if codec is None or not codec.measures:
-            levels.append(before.levels[number])
-            continue
-        errors = sum_squared_errors(build_codec(codec), residuals, model.dims, traffic)
-        errors = wire.all_reduce(errors, model.layout.mesh_axes)
-        levels.append(choose_level(errors, codec.argument))
-    return Reduction(residuals, jnp.stack(levels))

@@ -21,10 +21,9 @@ from moejax.moe.router import Noise, update_bias
 from moejax.step.forward import split_micro_batches
 from moejax.step.full_batch import (
     NumTargets,
-    choose_levels,
     count_own_targets,
     count_targets,
-    keys_of,
+    noise_key,
     reduce_replicated_gradients,
     with_residuals,
 )
@@ -32,7 +31,7 @@ from moejax.step.loss import AheadTargets, LossParts, next_token_loss
 from moejax.step.model import ModelDef, layouts_of
 from moejax.step.optimizer import Optimizer, square_share
 from moejax.step.pipeline import ticks as stages
-from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
+from moejax.step.state import Batch, Metrics, TrainState, Tree
 
 
 def train_step(
@@ -87,9 +86,7 @@ def sum_shares(
     return loss_parts._replace(nll=nll, balance=balance, entropy=entropy), sums
 
 
-def gradients_of(
-    model: ModelDef, state: TrainState, batch: Batch
-) -> tuple[Tree, LossParts, Reduction]:
+def gradients_of(model: ModelDef, state: TrainState, batch: Batch) -> tuple[Tree, LossParts, Tree]:
     """Returns gradients, loss parts and codec state, with or without pipeline stages."""
     of = stages.loss_gradients if model.layout.stage else loss_gradients
     return of(model, state, batch)
@@ -97,7 +94,7 @@ def gradients_of(
 
 def loss_gradients(
     model: ModelDef, state: TrainState, batch: Batch
-) -> tuple[Tree, LossParts, Reduction]:
+) -> tuple[Tree, LossParts, Tree]:
     """Returns gradients of the full batch, the loss's parts, and the new codec state.
 
     `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
@@ -125,7 +122,7 @@ def loss_gradients(
         loss_parts = jax.tree.map(jnp.add, earlier, loss_parts)
     gradients, residuals = detach_residuals(gradients, model.dims)
     gradients = reduce_replicated_gradients(model, gradients)
-    return gradients, loss_parts, choose_levels(model, state.reduction, residuals)
+    return gradients, loss_parts, residuals
 
 
 def _add_up(
@@ -186,7 +183,7 @@ def _loss_of(
     # Global index of this micro-batch's first row on this device.
     first_row = wire.index(model.layout.token_axes) * (num_rows * cfg.train.micro_batches)
     first_row += index * num_rows
-    noise = Noise(keys_of(model, state)[0], first_row) if cfg.moe.router.jitter else None
+    noise = Noise(noise_key(model, state), first_row) if cfg.moe.router.jitter else None
     if frozen is None:
         params = attach(params, gathered=gathered)
     else:

@@ -22,17 +22,11 @@ class TrainState(NamedTuple):
     params: Tree  # trained parameters: all weights, or adapters
     router_bias: Tree  # selection biases of loss-free balancing
     optimizer: Any
-    reduction: "Reduction"
+    # State of the codecs of gradients: a tree like params, None for a parameter without codec.
+    # Leaves: [layers, devices, ...].
+    reduction: Tree
     # All weights where adapters are trained, else None. No checkpoint of the run holds them.
     frozen: Tree = None
-
-
-class Reduction(NamedTuple):
-    """State of the codecs of gradients; empty without codecs."""
-
-    # A tree like params; None for parameters without codec. Leaves: [layers, devices, ...].
-    residuals: Tree
-    levels: Leaf | None  # int32 [2]: adaptive levels of dense and expert gradients
 
 
 class Batch(NamedTuple):

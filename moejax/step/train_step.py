@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from moejax.comm.cpu import gloo
 from moejax.comm.weights.path import reduction_hops
 from moejax.comm.weights.residuals import residual_shapes, residual_specs
-from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
+from moejax.config.compression import NO_CODECS, Codecs
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
@@ -29,7 +29,7 @@ from moejax.step.model import ModelDef, build_spec, describe_model, layouts_of, 
 from moejax.step.optimizer import Optimizer
 from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.pipeline import forward as staged_forward
-from moejax.step.state import Batch, Reduction, TrainState, Tree
+from moejax.step.state import Batch, TrainState, Tree
 
 
 @dataclass(frozen=True)
@@ -166,17 +166,17 @@ class TrainStep:
         Args:
           dtype: dtype of trained matrices; None: as in training.
         """
-        weights = self.abstract._replace(optimizer=(), reduction=Reduction(None, None))
+        weights = self.abstract._replace(optimizer=(), reduction=None)
         if dtype is not None and weights.frozen is None:
             weights = weights._replace(params=matrices_in(dtype, self.dims, weights.params))
         return replace(self, abstract=weights)
 
-    def first_reduction(self) -> Reduction:
+    def first_reduction(self) -> Tree:
         """Returns the first state of gradient codecs: zeros."""
         shardings = _shardings(self.abstract.reduction)
         return jax.jit(self._empty_reduction, out_shardings=shardings)()
 
-    def _empty_reduction(self) -> Reduction:
+    def _empty_reduction(self) -> Tree:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract.reduction)
 
     @cached_property
@@ -285,7 +285,7 @@ def build_step(
 def _describe_state(
     model: ModelDef, weights: Tree, router_bias: Tree
 ) -> tuple[TrainState, TrainState]:
-    dims, adaptive = model.dims, model.spec.compression.adaptive
+    dims = model.dims
     params, frozen = weights, None
     if model.frozen_dims is not None:
         params = adapter_shapes(model.cfg.lora, dims, model.frozen_dims, weights)
@@ -293,9 +293,7 @@ def _describe_state(
     optimizer, scalar = _build_optimizer(model), jax.ShapeDtypeStruct((), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)
     residuals = jax.tree.map(partial(residual_shapes, model.spec), params, dims, model.layouts)
-    levels = jax.ShapeDtypeStruct((len(GRADIENTS),), jnp.int32) if adaptive else None
-    reduction = Reduction(residuals, levels)
-    shapes = TrainState(scalar, scalar, params, router_bias, moments, reduction, frozen)
+    shapes = TrainState(scalar, scalar, params, router_bias, moments, residuals, frozen)
 
     def sharded(params: Tree, dims: Tree) -> Tree:
         layouts = layouts_of(params, model.cfg, model.spec)
@@ -311,9 +309,7 @@ def _describe_state(
             layouts_of(router_bias, model.cfg, model.spec),
         ),
         optimizer=optimizer.specs(params, moments, param_specs),
-        reduction=Reduction(
-            residual_specs(residuals, params, dims, model.layouts), P() if adaptive else None
-        ),
+        reduction=residual_specs(residuals, params, dims, model.layouts),
         frozen=sharded(frozen, model.frozen_dims),
     )
     return shapes, specs

@@ -3,12 +3,10 @@
 from typing import Any
 
 import jax
-import numpy as np
 
 from moejax.config.compression import NO_COMPRESSION, Codecs, describe_codecs
 from moejax.runtime.processes import Processes
 from moejax.runtime.watch import Watch
-from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 
 
@@ -19,22 +17,14 @@ class CodecSchedule:
         self._train_step, self._processes, self._watch = train_step, processes, watch
         self._policy = train_step.spec.compression
         self._steps: dict[Codecs, Any] = {}
-        self._levels: tuple[int, int] | None = None
         self._compiled: jax.stages.Compiled | None = None
 
-    def step_for(self, step: int, state: TrainState) -> tuple[Any, str]:
+    def step_for(self, step: int) -> tuple[Any, str]:
         """Returns the jitted train step after `step` steps, and its codecs as text (or empty).
 
         Compiles the step first if its codecs are new.
-
-        Args:
-          state: the state after these steps. Blocks if the last step chose adaptive levels.
         """
-        every = self._policy.adapt_every
-        if self._policy.adaptive and (self._levels is None or (step - 1) % every == 0):
-            dense, experts = map(int, np.asarray(state.reduction.levels))
-            self._levels = dense, experts
-        codecs = self._policy.at(step, self._levels or (0, 0))
+        codecs = self._policy.at(step)
         if codecs not in self._steps:
             train_step = self._train_step.at(codecs)
             shapes = train_step.abstract, train_step.abstract_batch()

@@ -243,7 +243,7 @@ def _run(
     metrics = None
     with inputs.batches(train_step, step, last) as batches:
         for batch in batches:
-            run_step, _ = schedule.step_for(step, state)
+            run_step, _ = schedule.step_for(step)
             step += 1
             watch.enter("step", step)
             state, metrics = run_step(state, batch)

@@ -41,7 +41,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     shown, saving = "", (cfg.checkpoint.save_every, cfg.checkpoint.memory_every)
     if run.meter.started is None:  # after going back it is compiled already
-        compile_step(run, schedule, step, state)
+        compile_step(run, schedule, step)
     with (
         closing(profile),
         Interrupt() as interrupt,
@@ -51,7 +51,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
         run.watch.enter("input", step + 1)
         for batch in batches:
             run.watch.enter("step", step + 1)
-            run_step, codecs = schedule.step_for(step, state)
+            run_step, codecs = schedule.step_for(step)
             shown = show_codecs(run, step, codecs, shown)
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
@@ -80,11 +80,11 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     return state, False
 
 
-def compile_step(run: Run, schedule: CodecSchedule, step: int, state: TrainState) -> None:
+def compile_step(run: Run, schedule: CodecSchedule, step: int) -> None:
     """Compiles the first step. Ctrl-C ends it at once: it is not caught yet."""
     with run.display.busy("compiling the step"):
         began = time.perf_counter()
-        schedule.step_for(step, state)
+        schedule.step_for(step)
     run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
 
 

@@ -243,7 +243,7 @@ def test_changed_held_out_text_is_a_change():
         ({"mesh": (1, 8, 1, 1)}, {"mesh": (8, 1, 1, 1)}, False),
         ({"codec": "none"}, {"codec": "none", "nodes": 4}, True),
         ({"codec": "none"}, {}, False),
-        ({"codec": "int8+feedback"}, {"codec": "int8+feedback+stochastic"}, False),
+        ({"codec": "int8+feedback"}, {"codec": "int4+feedback"}, False),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from moejax.checkpoint.manifest import (
 from moejax.checkpoint.writer import Checkpoints, restore_items, restore_state
 from moejax.comm.weights.compressed import ReduceState
 from moejax.errors import InputError, RunError
-from moejax.step.state import Reduction, TrainState
+from moejax.step.state import TrainState
 from tests.cases import place, random_batch, small_config, step_for
 from tests.threads import everywhere
 
@@ -90,9 +90,8 @@ def test_a_checkpoint_restores_to_the_same_bits_on_any_mesh(written, mesh):
 def test_keys_of_files_are_those_of_earlier_versions(tmp_path):
     """Attributes of the state were renamed; checkpoints keep the names they had."""
     residuals = {"w": ReduceState(jnp.ones((2, 3)), jnp.ones((1, 3)))}
-    reduction = Reduction(residuals, jnp.array([1, 2], jnp.int32))
     weights = {"w": jnp.ones(4)}
-    state = TrainState(jnp.int32(1), jnp.int32(0), weights, weights, weights, reduction)
+    state = TrainState(jnp.int32(1), jnp.int32(0), weights, weights, weights, residuals)
     writer = Checkpoints(tmp_path, keep=1)
     writer.save(1, state, {})
     writer.wait()
@@ -103,7 +102,7 @@ def test_keys_of_files_are_those_of_earlier_versions(tmp_path):
         item: set(json.loads((saved.path / item / "_METADATA").read_text())["tree_metadata"])
         for item in ("weights", "reduction")
     }
-    assert keys["reduction"] == {"('codecs.w.parts',)", "('codecs.w.total',)", "('rungs',)"}
+    assert keys["reduction"] == {"('codecs.w.parts',)", "('codecs.w.total',)"}
     assert keys["weights"] == {"('params.w',)", "('balance.w',)"}
 
 
@@ -248,8 +247,7 @@ def test_only_the_newest_are_kept_and_all_of_them_are_whole(tmp_path):
 def small_state():
     """Counters, weights and moments of a model of two arrays."""
     weights = {"w": jnp.arange(8.0), "b": jnp.ones((3, 2))}
-    none = Reduction({}, None)
-    return TrainState(jnp.int32(1), jnp.int32(0), weights, {"e": jnp.ones(3)}, weights, none)
+    return TrainState(jnp.int32(1), jnp.int32(0), weights, {"e": jnp.ones(3)}, weights, {})
 
 
 def test_what_cannot_be_read_back_is_not_called_whole(tmp_path):

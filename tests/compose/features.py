@@ -185,10 +185,6 @@ FACTORS: dict[str, dict[str, Changes]] = {
             "compression.dense_gradient": "powersgd:4",
             "compression.expert_gradient": "powersgd:4",
         },
-        "gradients adaptive": {
-            "compression.dense_gradient": "adaptive:0.9:int8|int4",
-            "compression.expert_gradient": "adaptive:0.9:int8|int4",
-        },
     },
     "numbers": {"float32": NONE, "bfloat16": {"model.dtype": "bfloat16"}},
 }
@@ -227,8 +223,8 @@ def plain() -> Combination:
 
 
 def is_rounded(combination: Combination) -> bool:
-    """Whether some feature rounds more than float32."""
-    return not ROUNDED.isdisjoint(combination)
+    """Whether a step with these features rounds more than float32 does; codecs that left do too."""
+    return dict(combination)["codecs"] != "no codec" or not ROUNDED.isdisjoint(combination)
 
 
 def name(combination: Combination) -> str:

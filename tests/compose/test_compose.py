@@ -1,6 +1,8 @@
 """The tool behind benchmarks/results/compose.md, and a few of its combinations."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.compose.cover import all_pairs, draw, pairs_of, plan
 from tests.compose.features import FACTORS, ROUNDED, check_combination, config_of, plain
 from tests.compose.run import Outcome, micro_batch_rows, run
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
@@ -83,6 +86,15 @@ def test_what_has_run_is_not_planned_again_and_the_rest_is():
     assert all_pairs() <= covered | set(refused)
     for number, one in enumerate(wanted):
         assert pairs_of(one) - set().union(*map(pairs_of, [*done, *wanted[:number]]))
+
+
+def test_the_committed_page_covers_every_pair_that_is_not_refused():
+    results = json.loads((ROOT / "benchmarks/results/compose.json").read_text())
+    runs = [(tuple(map(tuple, one["combination"])), one["outcome"]) for one in results["results"]]
+    assert {page.verdict(*one) for one in runs} == {"right"}
+    covered = set().union(*(pairs_of(combination) for combination, _ in runs))
+    refused = {frozenset(map(tuple, pair)) for *pair, _ in results["refused"]}
+    assert all_pairs() <= covered | refused
 
 
 def test_a_pair_that_rounds_nothing_counts_where_nothing_rounds():

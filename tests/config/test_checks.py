@@ -220,7 +220,6 @@ route_chunks_backward=2 -> route_chunks_backward: nothing is exchanged
 route_trim=true -> route_trim: nothing is exchanged
 compression.block=64 -> compression.block: `compression` is none
 compression.start_layer=1 -> compression.start_layer: `compression` is none
-compression.preset=hybrid compression.adapt_every=5 -> compression.adapt_every: is adaptive
 plan.mode=hand plan.topology=h200:2 -> plan.topology: the planner is off
 plan.mode=hand plan.routing=zipf:1 -> plan.routing: the planner is off
 plan.mode=hand plan.codecs=hybrid -> plan.codecs: the planner is off

@@ -1,12 +1,6 @@
 import pytest
 
-from moejax.config.compression import (
-    GRADIENTS,
-    NO_COMPRESSION,
-    CodecSpec,
-    build_compression,
-    describe_codecs,
-)
+from moejax.config.compression import GRADIENTS, NO_COMPRESSION, CodecSpec, build_compression
 from moejax.config.load import load_config
 from moejax.config.schema import CompressionConfig, LoraConfig
 from moejax.errors import InputError
@@ -45,11 +39,9 @@ def test_presets_have_no_feedback_between_stages_and_plans_that_have_it_are_read
     [
         "bfloat16",
         "int4+feedback",
-        "e4m3+stochastic",
-        "topk:0.01+feedback",
+        "e4m3+feedback",
         "loco",
         "powersgd:4",
-        "adaptive:0.9:int8|int4|topk:0.1",
     ],
 )
 def test_a_codec_is_written_as_it_is_read(text):
@@ -61,22 +53,17 @@ def test_a_codec_is_written_as_it_is_read(text):
     [
         ("int3", "none or one of bfloat16, int8"),
         ("int4+feedbak", "no flag feedbak"),
-        ("bfloat16+stochastic", "round at random"),
+        ("int4+stochastic", "+stochastic was removed"),
+        ("topk:0.01+feedback", "topk was removed: use int4+feedback"),
+        ("adaptive:0.9:int8|int4", "adaptive was removed: use int4+feedback"),
         ("loco+feedback", "feedback of its own"),
         ("int8:4", "takes no argument"),
-        ("topk", "topk:0.01"),
-        ("topk:2", "between 0 and 1"),
-        ("topk:many", "between 0 and 1"),
         ("powersgd", "rank of at least 1"),
         ("powersgd:1.5", "rank of at least 1"),
-        ("adaptive:0.9:int8", "from mild to strong"),
-        ("adaptive:2:int8|int4", "from mild to strong"),
-        ("adaptive:0.9:int8|int4+feedback", "from mild to strong"),
         ("int8,int4", "each later one names its step"),
         ("int8@0", "each later one names its step"),
         ("none,int8@10,int4@10", "steps must grow"),
         ("int8+feedback,loco@10", "state of loco"),
-        ("adaptive:0.9:int8|int4,int8@5", "state of adaptive"),
     ],
 )
 def test_what_is_no_codec_is_refused_with_its_setting(text, message):
@@ -87,7 +74,7 @@ def test_what_is_no_codec_is_refused_with_its_setting(text, message):
 
 
 @pytest.mark.parametrize("kind", ["dispatch", "combine", "combine_backward", "weights"])
-@pytest.mark.parametrize("text", ["int8+feedback", "topk:0.1", "loco", "int4+stochastic"])
+@pytest.mark.parametrize("text", ["int8+feedback", "powersgd:4", "loco"])
 def test_what_remembers_serves_gradients_only(kind, text):
     with pytest.raises(InputError, match="Only gradients of weights"):
         build(**{kind: text})
@@ -110,16 +97,6 @@ def test_stages_start_where_any_class_changes():
     ]
 
 
-def test_an_adaptive_codec_has_its_level_and_measures_now_and_then():
-    policy = build(expert_gradient="adaptive:0.9:int8|int4", adapt_every=10)
-    assert policy.adaptive
-    codec = policy.at(20, (0, 1)).expert_gradient
-    assert (codec.level, codec.measures) == (1, True)
-    codec = policy.at(21, (0, 1)).expert_gradient
-    assert (codec.level, codec.measures) == (1, False)
-    assert describe_codecs(policy.at(21, (0, 1))) == "expert_gradient int4 (adaptive)"
-
-
 def test_the_group_may_be_named_by_its_preset(tmp_path):
     (tmp_path / "c.yaml").write_text("compression: strong\n")
     assert load_config(tmp_path / "c.yaml").compression.preset == "strong"
@@ -134,9 +111,9 @@ def test_the_group_may_be_named_by_its_preset(tmp_path):
 def test_a_preset_keeps_its_codecs_of_tokens_alone():
     policy = build(preset="strong").without(GRADIENTS)
     now = policy.at(0)
-    assert (now.dense_gradient, now.expert_gradient, policy.adaptive) == (None, None, False)
+    assert (now.dense_gradient, now.expert_gradient) == (None, None)
     assert now.dispatch == build(preset="strong").at(0).dispatch
-    gradients = build(dense_gradient="none,adaptive:0.9:int8|int4@5")
+    gradients = build(dense_gradient="none,int4+feedback@5")
     assert gradients.without(GRADIENTS) == NO_COMPRESSION
 
 

@@ -9,7 +9,7 @@ FIELD_NAMES = {
         "allow_changed_data copy_to init_from keep memory_dir memory_every save_every verify"
     ),
     "compression": (
-        "adapt_every block combine combine_backward dense_gradient dispatch dispatch_backward "
+        "block combine combine_backward dense_gradient dispatch dispatch_backward "
         "expert_gradient preset stage stage_gradient start_layer weights"
     ),
     "data": (

@@ -197,6 +197,17 @@ def test_a_removed_value_says_what_to_write_and_checkpoints_with_it_are_read(
     assert from_dict({name: value}) == from_dict({})
 
 
+def test_configs_of_runs_with_removed_codecs_are_read():
+    saved = {
+        "dense_gradient": "none,adaptive:0.9:int8|int4@5",
+        "expert_gradient": "topk:0.01+feedback,int8+stochastic@9",
+        "adapt_every": 7,
+    }
+    found = from_dict({"compression": saved}).compression
+    assert found.dense_gradient == "none,int4+feedback@5"
+    assert found.expert_gradient == "int4+feedback,int8@9"
+
+
 @pytest.mark.parametrize(
     ("written", "files"),
     [

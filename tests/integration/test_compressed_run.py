@@ -22,9 +22,8 @@ CONFIG = (
 compression:
   dispatch: int8
   dense_gradient: "none,int4+feedback@5"
-  expert_gradient: "adaptive:0.9:int8|topk:0.2"
+  expert_gradient: "loco"
   block: 16
-  adapt_every: 4
 """
 )
 
@@ -34,7 +33,7 @@ def test_a_run_says_which_codecs_it_takes_and_learns(straight):
     run_dir, out = straight
     assert "codecs across nodes" in out
     said = [record["codecs"] for record in records(run_dir, "codecs")]
-    assert said[0].startswith("expert_gradient int8 (adaptive)")
+    assert said[0].startswith("expert_gradient loco")
     assert any("dense_gradient int4+feedback" in line for line in said)
     losses = [record["loss"] for record in records(run_dir, "step")]
     assert losses[-1] < losses[0]

@@ -19,14 +19,14 @@ names = st.sampled_from(sorted(FORMATS))
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def there_and_back(x, name, block, key=None):
-    y, q = both_ways(jnp.asarray(x), name, block, key)
+def there_and_back(x, name, block):
+    y, q = both_ways(jnp.asarray(x), name, block)
     return np.asarray(y), q
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def both_ways(x, name, block, key):
-    q = quantize(x, name, block=block, key=key)
+def both_ways(x, name, block):
+    q = quantize(x, name, block=block)
     return dequantize(q, name, x.shape[-1]), q
 
 
@@ -52,27 +52,6 @@ arrays = st_np.arrays(np.float32, shapes, elements=floats)
 def test_the_error_stays_below_the_stated_bound(x, name, block):
     y, _ = there_and_back(x, name, block)
     assert np.all(np.abs(y - x.astype(np.float64)) <= bound(x, name, block))
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(x=arrays, name=names, seed=st.integers(0, 99))
-def test_stochastic_rounding_errs_by_less_than_a_step(x, name, seed):
-    y, _ = there_and_back(x, name, 16, jax.random.key(seed))
-    assert np.all(np.abs(y - x.astype(np.float64)) <= bound(x, name, 16, steps=2))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(name):
-    x = jnp.tile(jnp.float32([1.0, 0.3137, -0.0071, 0.5003]), (1, 4))
-    keys = jax.random.split(jax.random.key(0), 4000)
-    draws = jax.vmap(lambda key: dequantize(quantize(x, name, block=16, key=key), name, 16))(keys)
-    off = np.abs(np.asarray(draws, np.float64).mean(0) - x)
-    # The mean of n draws, each within a step, is off by six standard errors almost never.
-    step = 2 * bound(np.asarray(x), name, 16)
-    assert np.all(off <= 6 * step / 2 / np.sqrt(len(keys)) + 4 * EPS)
-    nearest, _ = there_and_back(x, name, 16)
-    assert np.any(np.abs(nearest - x) > 6 * step / 2 / np.sqrt(len(keys)) + 4 * EPS)
 
 
 @pytest.mark.parametrize("name", FORMATS)

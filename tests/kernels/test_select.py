@@ -97,7 +97,6 @@ def test_biases_and_the_clamp_stand_between_the_products(words):
 @modern
 def test_blocks_by_size_and_rounding():
     assert_chosen(select_quantize(HOPPER, block=128), "mosaic")
-    assert_chosen(select_quantize(HOPPER, block=64, stochastic=True), "mosaic < mosaic: *random*")
     assert_chosen(select_quantize(HOPPER, block=100), "reference < mosaic: blocks of 100*")
 
 

@@ -15,7 +15,7 @@ from moejax.convert.exporting import export_run
 from moejax.hf.families import family_named, family_of
 from moejax.hf.families.family import from_settings
 from moejax.hf.writer import plan_files
-from moejax.step.state import Batch, Reduction, TrainState, flat
+from moejax.step.state import Batch, TrainState, flat
 from moejax.step.train_step import TrainStep
 from tests.cases import place, step_for
 from tests.hf.golden import run_config
@@ -71,7 +71,7 @@ def export(ours: Ours, run: Path, out: Path) -> None:
     """Saves the weights as a run does, and exports the run."""
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
     try:
-        weights = ours.state._replace(optimizer=None, reduction=Reduction(None, None))
+        weights = ours.state._replace(optimizer=None, reduction=None)
         checkpoints.save(0, weights, {"config": to_dict(ours.train_step.cfg)})
     finally:
         checkpoints.close()

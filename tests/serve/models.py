@@ -8,13 +8,12 @@ import numpy as np
 from moejax.config.schema import Config, LoraConfig, MeshConfig
 from moejax.serve.engine import Engine, build_engine
 from moejax.serve.sampling import Sampling
-from moejax.step.state import Reduction
 from tests.cases import step_for
 
 
 def weights_of(state):
     """A state of weights alone."""
-    return state._replace(optimizer=(), reduction=Reduction(None, None))
+    return state._replace(optimizer=(), reduction=None)
 
 
 def random_state(cfg: Config):

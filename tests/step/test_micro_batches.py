@@ -30,7 +30,7 @@ def across_nodes(codec, parts, sequences, seed=0):
     """A dense model on two nodes of one device, whose gradients meet through the codec."""
     train = {"micro_batches": parts, "batch_sequences": sequences, "seed": seed}
     cfg = small_config((2, 1, 1, 1), model=DENSE, train=train)
-    policy = CompressionConfig(block=16, dense_gradient=codec, adapt_every=1)
+    policy = CompressionConfig(block=16, dense_gradient=codec)
     return dataclasses.replace(cfg, compression=policy, mesh=dataclasses.replace(cfg.mesh, nodes=2))
 
 
@@ -60,16 +60,6 @@ def first(cfg):
     train_step = step_for(cfg)
     state = one_device_state(plain)._replace(reduction=train_step.first_reduction())
     return train_step, spread(state, train_step)
-
-
-@pytest.mark.slow
-def test_rounding_differs_by_step_and_seed_and_is_the_same_again():
-    cfg = across_nodes("int4+stochastic", 1, 2)
-    found = reduced(cfg)
-    np.testing.assert_array_equal(reduced(cfg), found)
-    assert not np.array_equal(reduced(cfg, step=1), found)
-    other = across_nodes("int4+stochastic", 1, 2, seed=1)
-    assert not np.array_equal(reduced(other), found)
 
 
 @pytest.mark.slow

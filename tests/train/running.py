@@ -13,7 +13,7 @@ from moejax.config.schema import Config
 from moejax.data.batches import Batches
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.data.tokens import MemorySource
-from moejax.step.state import Metrics, Reduction, TrainState
+from moejax.step.state import Metrics, TrainState
 from moejax.train.inputs import Inputs
 from moejax.train.records.display import Display
 from moejax.train.records.metrics import Meter, Records
@@ -76,8 +76,7 @@ def metrics(*, loss=1.0, norm=1.0, skipped=0, has_targets=None):
 
 def initial_state(step=0, skipped=0):
     """A state of counters alone."""
-    reduction = Reduction(None, None)
-    return TrainState(np.int32(step), np.int32(skipped), None, None, None, reduction)
+    return TrainState(np.int32(step), np.int32(skipped), None, None, None, None)
 
 
 def stream(length, num_bytes=None):

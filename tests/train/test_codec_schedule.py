@@ -1,19 +1,13 @@
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-
 from moejax.config.compression import build_compression
 from moejax.config.schema import CompressionConfig
 from moejax.runtime.watch import Watch
 from moejax.train.codec_schedule import CodecSchedule
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_strength_is_read_after_the_step_that_measured_it(every):
-    """Step s leaves the strength s % 2; only steps that measure are asked, and waited for."""
-    cfg = CompressionConfig(expert_gradient="adaptive:0.9:int8|int4", adapt_every=every)
-    policy = build_compression(cfg)
+def test_each_stretch_of_steps_has_one_program_with_its_codecs():
+    policy = build_compression(CompressionConfig(expert_gradient="none,int8@2,int4@5"))
     train_step = SimpleNamespace(
         spec=SimpleNamespace(compression=policy),
         at=lambda codecs: SimpleNamespace(step=codecs, abstract=None, abstract_batch=lambda: None),
@@ -21,13 +15,10 @@ def test_a_strength_is_read_after_the_step_that_measured_it(every):
     compiled = []
     processes = SimpleNamespace(compile=lambda step, *_: compiled.append(step))
     schedule = CodecSchedule(train_step, processes, Watch())
-    strength = 0
-    for step in range(8):
-        levels = np.array([0, (step - 1) % 2])  # left by the step before
-        state = SimpleNamespace(reduction=SimpleNamespace(levels=levels))
-        chosen, _ = schedule.step_for(step, state)
-        if step == 0 or (step - 1) % every == 0:
-            strength = int(levels[1])
-        assert chosen == policy.at(step, (0, strength))
-        assert chosen.expert_gradient.measures == (step % every == 0)
-    assert len(compiled) == len(set(compiled)) == (2 if every == 1 else 4)
+    found = [schedule.step_for(step) for step in range(7)]
+    names = ["None"] * 2 + ["int8"] * 3 + ["int4"] * 2
+    assert [str(codecs.expert_gradient) for codecs, _ in found] == names
+    assert [found[step][1] for step in (1, 2, 5)] == [
+        *("none", "expert_gradient int8", "expert_gradient int4")
+    ]
+    assert len(compiled) == 3

@@ -63,8 +63,7 @@ def run(cfg, steps):
     train_step, state = first(cfg)
     policy = train_step.spec.compression
     for step in range(steps):
-        levels = state.reduction.levels
-        now = train_step.at(policy.at(step, (0, 0) if levels is None else tuple(map(int, levels))))
+        now = train_step.at(policy.at(step))
         state, metrics = now.step(state, place(train_step, random_batch(cfg, step % 2)))
         yield float(metrics.loss), state
 
@@ -101,7 +100,6 @@ def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
         ("int4+feedback", 1e-9, 0.05),
         pytest.param("powersgd:8", 1e-9, 0.5, marks=pytest.mark.exhaustive),
         pytest.param("loco", 1e-9, 0.5, marks=pytest.mark.exhaustive),
-        pytest.param("topk:0.5+feedback", 1e-9, 0.5, marks=pytest.mark.exhaustive),
         # More ranks than any matrix has.
         pytest.param("powersgd:64", 0.0, 1e-5, marks=pytest.mark.exhaustive),
     ],
@@ -285,17 +283,4 @@ def test_a_warm_up_is_the_plain_run_bit_by_bit():
     # The third step's loss still sees only updates that were not compressed.
     np.testing.assert_array_equal(found[:3], wanted[:3])
     assert found[3] != wanted[3]
-    assert any(np.asarray(x).any() for x in jax.tree.leaves(state.reduction.residuals))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("keep", "level"), [(0.5, 1), (0.9999, 0)])
-def test_an_adaptive_codec_takes_the_strongest_level_that_keeps_enough(keep, level):
-    codec = f"adaptive:{keep}:int8|topk:0.4"
-    # Few devices: a level is chosen for all of them, and every level is compiled.
-    cfg = with_codecs((2, 1, 1, 1), 2, dense_gradient=codec, expert_gradient=codec, adapt_every=2)
-    levels = []
-    for loss, state in run(cfg, 2):
-        levels.append([int(x) for x in state.reduction.levels])
-        assert np.isfinite(loss)
-    assert levels[0] == [level, level]
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(state.reduction))

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from benchmarks.waits import register, timed_experts  # noqa: E402
 from moejax.comm import wire  # noqa: E402
 from moejax.comm.codecs.build import build_codec  # noqa: E402
-from moejax.comm.codecs.codec import Codec, EncodeContext  # noqa: E402
+from moejax.comm.codecs.codec import Codec  # noqa: E402
 from moejax.comm.cpu import gloo  # noqa: E402
 from moejax.comm.tokens.swap import PIECES, send  # noqa: E402
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of  # noqa: E402
@@ -221,11 +221,11 @@ def build_codecs(train_step: TrainStep) -> Variant:
 
 def run_codec(x_Pn: jax.Array, *, codec: Codec, copies: int) -> jax.Array:
     """Encodes parts, decodes as many, encodes their sum, decodes one of it from each copy."""
-    context, n = EncodeContext(jnp.int32(0), jax.random.key(0)), x_Pn.shape[1]
+    step, n = jnp.int32(0), x_Pn.shape[1]
     state = jnp.zeros((len(x_Pn), codec.state_size(n)))
-    payload, kept = codec.encode(x_Pn, state, context)
+    payload, kept = codec.encode(x_Pn, state, step)
     total_1n = jnp.sum(codec.decode(payload, n), axis=0, keepdims=True)
-    payload, kept_too = codec.encode(total_1n, kept[:1], context)
+    payload, kept_too = codec.encode(total_1n, kept[:1], step)
     sent = jax.tree.map(partial(jnp.repeat, repeats=copies, axis=0), payload)
     return jnp.stack([jnp.sum(x) for x in (codec.decode(sent, n), kept, kept_too)])
 

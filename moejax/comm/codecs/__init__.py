@@ -1,6 +1,6 @@
 """Codecs: lossy formats for arrays that cross nodes.
 
-Read in this order: `codec` (the interface; casts and blocks), `topk`, `feedback`, `adaptive`,
-`low_rank` (for sums, by `weights/compressed`), `build` (the codec that a setting names), `pack`
+Read in this order: `codec` (the interface; casts and blocks), `feedback`, `low_rank`
+ (for sums, by `weights/compressed`), `build` (the codec that a setting names), `pack`
 (several arrays as one message).
 """

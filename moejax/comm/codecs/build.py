@@ -1,10 +1,8 @@
 """Builds the codec that a setting names."""
 
-from moejax.comm.codecs.adaptive import AdaptiveCodec
 from moejax.comm.codecs.codec import Blocks, Cast, Codec
 from moejax.comm.codecs.feedback import ErrorFeedback
 from moejax.comm.codecs.low_rank import LowRank
-from moejax.comm.codecs.topk import TopK
 from moejax.config.compression import CodecSpec
 
 LOCO_AVERAGE, LOCO_RESET = 0.5, 512
@@ -18,9 +16,6 @@ def build_codec(spec: CodecSpec) -> Codec | LowRank:
     if spec.name == "loco":
         blocks = Blocks("int4", spec.block, kernel=spec.kernel)
         return ErrorFeedback(blocks, LOCO_AVERAGE, "e4m3", spec.block, LOCO_RESET)
-    if spec.name == "adaptive":
-        levels = tuple(_plain_codec(level) for level in spec.levels)
-        return AdaptiveCodec(levels, spec.level, spec.measures)
     codec = _plain_codec(spec)
     return ErrorFeedback(codec) if spec.feedback else codec
 
@@ -33,7 +28,4 @@ def build_plain_codec(spec: CodecSpec | None) -> Codec | None:
 def _plain_codec(spec: CodecSpec) -> Codec:
     if spec.name == "bfloat16":
         return Cast()
-    if spec.name == "topk":
-        assert spec.argument is not None
-        return TopK(spec.argument)
-    return Blocks(spec.name, spec.block, spec.stochastic, spec.kernel, spec.rows_kernel)
+    return Blocks(spec.name, spec.block, spec.kernel, spec.rows_kernel)

@@ -9,7 +9,7 @@ Each codec states its error. Ratios against bfloat16 count scales, indices and p
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,6 @@ from moejax.kernels.experts.quantize import (
 Payload = Any  # a pytree of arrays, with the leading dimensions of the encoded array
 
 
-class EncodeContext(NamedTuple):
-    """Step and key: all that an encoding may depend on beside its input and state."""
-
-    step: jax.Array  # counted from zero
-    key: jax.Array  # for random rounding; differs by device, step and parameter
-
-
 class Codec:
     """Interface of codecs."""
 
@@ -40,16 +33,17 @@ class Codec:
         """Floats of state for each row of `size` values; 0 for a codec without state."""
         return 0
 
-    def encode(
-        self, x: jax.Array, state: jax.Array, context: EncodeContext
-    ) -> tuple[Payload, jax.Array]:
-        """Encodes x [..., n]. Returns the payload and the next state [..., state_size(n)]."""
+    def encode(self, x: jax.Array, state: jax.Array, step: jax.Array) -> tuple[Payload, jax.Array]:
+        """Encodes x [..., n]. Returns the payload and the next state [..., state_size(n)].
+
+        Args:
+          step: of the run, counted from zero.
+        """
         raise NotImplementedError
 
     def encode_once(self, x: jax.Array) -> Payload:
-        """Encodes x; only for codecs without state and random rounding."""
-        empty_state = jnp.zeros((*x.shape[:-1], 0))
-        return self.encode(x, empty_state, EncodeContext(jnp.int32(0), jax.random.key(0)))[0]
+        """Encodes x; only for codecs without state."""
+        return self.encode(x, jnp.zeros((*x.shape[:-1], 0)), jnp.int32(0))[0]
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Returns [..., size] in float32."""
@@ -74,9 +68,7 @@ class Cast(Codec):
 
     dtype: str = "bfloat16"
 
-    def encode(
-        self, x: jax.Array, state: jax.Array, context: EncodeContext
-    ) -> tuple[Payload, jax.Array]:
+    def encode(self, x: jax.Array, state: jax.Array, step: jax.Array) -> tuple[Payload, jax.Array]:
         """Rounds to the nearest."""
         return x.astype(self.dtype), state
 
@@ -98,17 +90,12 @@ class Blocks(Codec):
 
     format: str
     block: int = 128
-    stochastic: bool = False
     kernel: str = "reference"
     rows_kernel: str = "separate"
 
-    def encode(
-        self, x: jax.Array, state: jax.Array, context: EncodeContext
-    ) -> tuple[Payload, jax.Array]:
-        """Rounds to the nearest value, or with `stochastic` to either neighbour at random."""
-        key = context.key if self.stochastic else None
-        kernel = "reference" if self.stochastic else self.kernel
-        return quantize(x, self.format, block=self.block, key=key, implementation=kernel), state
+    def encode(self, x: jax.Array, state: jax.Array, step: jax.Array) -> tuple[Payload, jax.Array]:
+        """Rounds to the nearest value."""
+        return quantize(x, self.format, block=self.block, implementation=self.kernel), state
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Multiplies by the scales."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from moejax.comm.codecs.codec import Codec, EncodeContext, Payload
+from moejax.comm.codecs.codec import Codec, Payload
 from moejax.kernels.experts.quantize import Quantized, bytes_of, dequantize, quantize
 
 
@@ -29,20 +29,18 @@ class ErrorFeedback(Codec):
         """Floats of the kept error, then of the inner codec's state."""
         return self._error_size(size) + self.codec.state_size(size)
 
-    def encode(
-        self, x: jax.Array, state: jax.Array, context: EncodeContext
-    ) -> tuple[Payload, jax.Array]:
+    def encode(self, x: jax.Array, state: jax.Array, step: jax.Array) -> tuple[Payload, jax.Array]:
         """Encodes x plus the kept error; keeps the error of the payload."""
         n, error_size = x.shape[-1], self._error_size(x.shape[-1])
         old_error = self._load(state[..., :error_size], n)
         corrected = x.astype(jnp.float32) + old_error
-        payload, inner_state = self.codec.encode(corrected, state[..., error_size:], context)
+        payload, inner_state = self.codec.encode(corrected, state[..., error_size:], step)
         error = corrected - self.decode(payload, n)
         new_error = (
             (1 - self.average) * old_error + self.average * error if self.average != 1 else error
         )
         if self.reset is not None:
-            new_error = jnp.where((context.step + 1) % self.reset == 0, 0, new_error)
+            new_error = jnp.where((step + 1) % self.reset == 0, 0, new_error)
         return payload, jnp.concatenate([self._store(new_error), inner_state], axis=-1)
 
     def decode(self, payload: Payload, size: int) -> jax.Array:

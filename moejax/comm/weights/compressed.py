@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import Codec, EncodeContext
+from moejax.comm.codecs.codec import Codec
 from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import pack, unpack
 from moejax.layout.layout import Axes
@@ -55,7 +55,7 @@ def reduce_parts(
     copies: Axes,
     codec: Codec | LowRank,
     state: ReduceState,
-    context: EncodeContext,
+    step: jax.Array,
 ) -> tuple[jax.Array, ReduceState]:
     """Sums `x[s]` over all devices of both axes, for the devices at index s along `scatter`.
 
@@ -65,7 +65,7 @@ def reduce_parts(
     Args:
       x_SCn: this device's values for each index along `scatter`, cut in C parts.
       state: the state that the previous call returned, or `empty_state`.
-      context: its key differs by device, so that no two devices round alike.
+      step: of the run, counted from zero.
 
     Returns:
       [C, n] float32: the sum, the same on all devices along `copies`; and the next state.
@@ -74,19 +74,16 @@ def reduce_parts(
         return _reduce_low_rank(x_SCn, scatter, copies, codec, state)
     S, C, n = x_SCn.shape
     axes = scatter + copies
-    keys = jax.random.split(context.key)
     state_size = codec.state_size(n)
     old_state = _front(state.parts, S * C, state_size)
-    payload, part_state = codec.encode(
-        x_SCn.reshape(S * C, n), old_state, context._replace(key=keys[0])
-    )
+    payload, part_state = codec.encode(x_SCn.reshape(S * C, n), old_state, step)
     state = state._replace(parts=_over(state.parts, part_state))
     packed = wire.all_to_all(pack(payload), axes, tag=None)  # S*C e -> S*C e
     total_1n = codec.decode_sum(unpack(packed, payload), n)[None]
     if C == 1:
         return total_1n, state
     old_state = _front(state.total, 1, state_size)
-    payload, total_state = codec.encode(total_1n, old_state, context._replace(key=keys[1]))
+    payload, total_state = codec.encode(total_1n, old_state, step)
     packed = wire.all_gather(pack(payload), copies, dim=0, tag=None)  # 1 e -> C e
     state = state._replace(total=_over(state.total, total_state))
     return codec.decode(unpack(packed, payload), n), state

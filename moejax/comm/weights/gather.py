@@ -37,7 +37,7 @@ from moejax.comm.weights.path import (
     is_gathered_once,
 )
 from moejax.comm.weights.reduce import Parts, sum_copies, sum_shards
-from moejax.comm.weights.residuals import Residual, from_floats
+from moejax.comm.weights.residuals import Residual
 from moejax.comm.weights.shard import Shard, as_shard
 from moejax.layout.layout import Axes
 from moejax.layout.spec import StepSpec
@@ -289,5 +289,6 @@ def _reduce_over_copies(
     residual, dtype = saved.residual, saved.weight.dtype
     if residual is None:
         return Shard(sum_copies(parts, shape, spec, None, None)[0].astype(dtype))
-    total, state = sum_copies(parts, shape, spec, residual.state, from_floats(residual.context))
-    return Shard(total.astype(dtype), Residual(state, jnp.zeros_like(residual.context)))
+    step = residual.step.astype(jnp.int32)
+    total, state = sum_copies(parts, shape, spec, residual.state, step)
+    return Shard(total.astype(dtype), Residual(state, jnp.zeros_like(residual.step)))

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.compressed import ReduceState, reduce_parts
 from moejax.comm.weights.path import GatherSpec
 from moejax.layout.layout import Axes, Layout
@@ -59,7 +58,7 @@ def sum_copies(
     shape: tuple[int, ...],
     spec: GatherSpec,
     state: ReduceState | None,
-    context: EncodeContext | None,
+    step: jax.Array | None,
 ) -> tuple[jax.Array, ReduceState | None]:
     """Sums the parts of `sum_shards` over the copies.
 
@@ -76,12 +75,10 @@ def sum_copies(
     with jax.named_scope(spec.traffic):
         if not path.slow and spec.micro_bytes is None:
             return wire.all_reduce(parts[0], path.copies), state  # M/F N -> M/F N
-        if spec.gradient_codec is not None and state is not None and context is not None:
+        if spec.gradient_codec is not None and state is not None and step is not None:
             (slow, _), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
             x_SCn = _split_copies(parts[0], wire.size(slow_copies), fast_copies)
-            x_Cn, state = reduce_parts(
-                x_SCn, slow, slow_copies, spec.gradient_codec, state, context
-            )
+            x_Cn, state = reduce_parts(x_SCn, slow, slow_copies, spec.gradient_codec, state, step)
             summed = [_join_copies(x_Cn, fast_copies, size)]
         else:
             ends = [*_cuts(size, spec), size]

@@ -2,10 +2,9 @@
 
 Per device, inside shard_map, but for shapes and shardings. Training keeps a codec's state with a
 dimension of devices, which a device has one entry of. `attach_residuals` takes that dimension away
-and adds the `EncodeContext`; `detach_residuals` puts it back.
+and adds the run's step; `detach_residuals` puts it back.
 """
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -13,11 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from moejax.comm import wire
-from moejax.comm.codecs.adaptive import AdaptiveCodec
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Codec, EncodeContext
-from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.weights.compressed import ReduceState, empty_state
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of
 from moejax.comm.weights.shard import attach, detach
@@ -29,33 +24,25 @@ class Residual(NamedTuple):
     """The state of the codec of one weight's gradient, on this device."""
 
     state: Any  # a `ReduceState`
-    context: Any  # [6], an `EncodeContext` as float32, which JAX can differentiate: `to_floats`
+    step: Any  # of the run; float32, which JAX can differentiate, exact below 2^24
 
 
-def attach_residuals(
-    params: Any, states: Any, dims: Any, context: EncodeContext, layout: Layout
-) -> Any:
+def attach_residuals(params: Any, states: Any, dims: Any, step: jax.Array) -> Any:
     """Returns the parameters as `Shard`s, with codec states where their gradients have a codec.
 
     Args:
       params: arrays [*layers, *shard].
       states: a `ReduceState` of arrays [*layers, 1, ...] for each parameter, or None.
       dims: the dimension letters of each parameter, without layers.
-      context: its key is the same on all devices. Each parameter, layer and device gets its own.
+      step: counted from zero.
     """
-    numbers = itertools.count()
-    key = jax.random.fold_in(context.key, wire.index(layout.mesh_axes))
-
-    def floats(number: jax.Array) -> jax.Array:
-        return to_floats(context._replace(key=jax.random.fold_in(key, number)))
 
     def enter(param: jax.Array, letters: str, state: ReduceState | None) -> Residual | None:
         if state is None:
             return None
         layers = param.shape[: param.ndim - len(letters)]
         own_state = jax.tree.map(lambda s: jnp.squeeze(s, len(layers)), state)
-        own = jnp.array([next(numbers) for _ in range(math.prod(layers))])
-        return Residual(own_state, jax.vmap(floats)(own).reshape(*layers, -1))
+        return Residual(own_state, jnp.broadcast_to(step.astype(jnp.float32), layers))
 
     return attach(params, residuals=jax.tree.map(enter, params, dims, states))
 
@@ -71,20 +58,6 @@ def detach_residuals(gradients: Any, dims: Any) -> tuple[Any, Any]:
         return jax.tree.map(lambda s: jnp.expand_dims(s, stack), residual.state)
 
     return found.weight, jax.tree.map(leave, found.weight, dims, found.residual)
-
-
-def to_floats(context: EncodeContext) -> jax.Array:
-    """Returns a context as float32, which holds each half of a 32-bit word exactly."""
-    step = jnp.asarray(context.step).astype(jnp.uint32)
-    words = jnp.concatenate([step[None], jax.random.key_data(context.key)])
-    return jnp.concatenate([words >> 16, words & 0xFFFF]).astype(jnp.float32)
-
-
-def from_floats(floats: jax.Array) -> EncodeContext:
-    """The inverse of `to_floats`."""
-    high, low = jnp.split(floats.astype(jnp.uint32), 2)
-    words = (high << 16) | low
-    return EncodeContext(words[0].astype(jnp.int32), jax.random.wrap_key_data(words[1:]))
 
 
 def residual_shapes(spec: StepSpec, param: Any, dims: str, layout: Layout) -> Any:
@@ -122,16 +95,3 @@ def residual_specs(states: Any, params: Any, dims: Any, layouts: Any) -> Any:
         return jax.tree.map(lambda _: PartitionSpec(*leading, layout.mesh_axes), state)
 
     return jax.tree.map(spec, params, dims, layouts, states)
-
-
-def sum_squared_errors(codec: Codec | LowRank, states: Any, dims: Any, traffic: str) -> jax.Array:
-    """Sums `AdaptiveCodec.squared_errors` over this device's gradients of one class of traffic."""
-    assert isinstance(codec, AdaptiveCodec)
-    errors = []
-
-    def add(letters: str, state: ReduceState | None) -> None:
-        if state is not None and class_of(letters) == traffic:
-            errors.append(codec.squared_errors(state.parts))  # type: ignore[arg-type]
-
-    jax.tree.map(add, dims, states)
-    return jnp.sum(jnp.stack(errors), axis=0) if errors else jnp.zeros(len(codec.levels) + 1)

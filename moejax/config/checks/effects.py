@@ -90,11 +90,6 @@ _OF_MESH: tuple[_Effect, ...] = (
         lambda cfg: cfg.checkpoint.memory_every is not None,
         "`checkpoint.memory_every` is none",
     ),
-    (
-        "compression.adapt_every",
-        lambda cfg: build_compression(cfg.compression).adaptive,
-        "no codec of `compression` is adaptive",
-    ),
 )
 
 _OF_MODEL: tuple[_Effect, ...] = (

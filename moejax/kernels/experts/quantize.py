@@ -31,7 +31,6 @@ def quantize(
     name: str,
     *,
     block: int,
-    key: jax.Array | None = None,
     implementation: str = "reference",
 ) -> Quantized:
     """Quantises x along its last axis; a last block that is not full is padded with zeros.
@@ -41,24 +40,21 @@ def quantize(
     Args:
       x: [..., n] of any float dtype.
       name: a key of `formats.FORMATS`.
-      key: rounds to either neighbour at random, so that the mean is x; without one, to the nearest.
-      implementation: "reference" or "mosaic" (without a key); see `kernels.select`.
+      implementation: "reference" or "mosaic"; see `kernels.select`.
     """
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)])
     x = x.reshape(*x.shape[:-1], -1, block)
     if implementation == "reference":
-        return _quantize(x, FORMATS[name], key)
+        return _quantize(x, FORMATS[name])
     from moejax.kernels.mosaic import quantize as mosaic  # needs JAX 0.11
 
     assert implementation == "mosaic", implementation
-    if key is not None:
-        raise ValueError("the kernel rounds to the nearest; only reference rounds at random")
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     values, scale = mosaic.quantize(x.reshape(-1, block), name)
     return Quantized(values.reshape(*x.shape[:-1], -1), scale.reshape(x.shape[:-1]))
 
 
-def _quantize(x: jax.Array, kind: Format, key: jax.Array | None) -> Quantized:
+def _quantize(x: jax.Array, kind: Format) -> Quantized:
     """The reference, of x [..., blocks, block]."""
     x = x.astype(jnp.float32)
     # Infinity for NaN: XLA's maximum over long arrays may lose a NaN on CPU (seen with JAX 0.12).
@@ -66,7 +62,8 @@ def _quantize(x: jax.Array, kind: Format, key: jax.Array | None) -> Quantized:
     scale = jnp.where(jnp.isfinite(top), top * (1 / kind.largest), jnp.nan)
     # A scale of zero, or flushed to zero, stands for zeros.
     y = x * jnp.where(scale >= TINY, 1 / scale, 0)[..., None]
-    y = jnp.clip(_rounded(y, kind, key), -kind.largest, kind.largest).astype(kind.dtype)
+    y = y if kind.relative else jnp.round(y)  # the conversion rounds to the nearest
+    y = jnp.clip(y, -kind.largest, kind.largest).astype(kind.dtype)
     values = jax.lax.bitcast_convert_type(y, jnp.uint8)
     # Without it XLA for GPUs takes rounding to a float format and back for nothing at all.
     values = jax.lax.optimization_barrier(values) if kind.relative else values
@@ -137,15 +134,3 @@ def bytes_of(size: int, name: str, *, block: int) -> int:
     """Returns the bytes of `size` values on the wire, with padding and scales."""
     blocks = -(-size // block)
     return blocks * (block * FORMATS[name].bits // 8 + 4)
-
-
-def _rounded(y: jax.Array, kind: Format, key: jax.Array | None) -> jax.Array:
-    """Rounds y to the format: integers, or mantissas of few bits."""
-    if not kind.relative:
-        return jnp.round(y) if key is None else jnp.floor(y + jax.random.uniform(key, y.shape))
-    if key is None:
-        return y  # the conversion rounds to the nearest
-    # The step between neighbours at y is a power of two; frexp gives that of |y|'s leading bit.
-    _, exponent = jnp.frexp(jnp.abs(y))
-    step = jnp.maximum(jnp.exp2(exponent.astype(jnp.float32)) * kind.relative, 2 * kind.absolute)
-    return jnp.floor(y / step + jax.random.uniform(key, y.shape)) * step

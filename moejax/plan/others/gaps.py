@@ -34,9 +34,7 @@ def codec_gaps(cfg: Config) -> list[Gap]:
     for name in (entry.name for entry in fields(Codecs)):
         specs = list(dict.fromkeys(map(str, policy.all_of(name))))
         if specs and (cfg.mesh.stage > 1 or name not in STAGES):
-            levels = any(spec.levels for spec in policy.all_of(name))
-            when = ", chosen anew during the run" if levels else ""
-            when = ", changed at steps of the run" if len(specs) > 1 else when
+            when = ", changed at steps of the run" if len(specs) > 1 else ""
             what = f"codec of {CLASSES[name]} between nodes: {' then '.join(specs)}{when}"
             gaps.append(Gap(what, "sends them uncompressed, so more bytes cross nodes"))
     return gaps

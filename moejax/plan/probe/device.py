@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Codec, EncodeContext
+from moejax.comm.codecs.codec import Codec
 from moejax.config.compression import CodecSpec
 from moejax.plan.cluster.device import CodecRates, Device
 from moejax.plan.probe.timer import ProgressFn, Stopwatch
@@ -25,7 +25,6 @@ CACHED = {"cpu": (2**21, 2**22, 2**23, 2**24)}  # of arrays that a cache may hol
 CODED = {"cpu": 2**18, "gpu": 2**28, "tpu": 2**26}  # bytes of float32 to encode
 SMALL = 16  # dependent small operations
 CODECS = {name: CodecSpec(name) for name in ("bfloat16", "int8", "e4m3", "e5m2", "int4", "loco")}
-CODECS["topk"] = CodecSpec("topk", 0.01)
 QUICK_CODECS = ("bfloat16", "int8")
 
 
@@ -130,14 +129,13 @@ def _codec(watch: Stopwatch, codec: Any, size: int) -> CodecRates:
     """Returns a codec's rates over one row, its state read and written too."""
     assert isinstance(codec, Codec)
     n = size // 4
-    context = EncodeContext(jnp.int32(1), jax.random.key(0))
 
     def values() -> Any:
         return jnp.arange(n)[None] / n - 0.5, jnp.zeros((1, codec.state_size(n)))
 
     def encode(both: Any) -> Any:
         x, state = both
-        return codec.encode(x, state, context)
+        return codec.encode(x, state, jnp.int32(1))
 
     def payload() -> Any:
         # The time to decode does not depend on the values.

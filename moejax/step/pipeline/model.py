@@ -32,7 +32,7 @@ from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 from moejax.step.forward import split_micro_batches
-from moejax.step.full_batch import keys_of
+from moejax.step.full_batch import noise_key
 from moejax.step.loss import router_losses
 from moejax.step.model import ModelDef
 from moejax.step.pipeline.schedule import build_schedule
@@ -191,7 +191,7 @@ class StagedModel:
         ranks = self.layout.size(inside)
         rank = stage * ranks + (wire.index(inside) if ranks > 1 else 0)
         rows = self.local_batch.token_BT.shape[1]
-        key = keys_of(self.model, self.state)[0]
+        key = noise_key(self.model, self.state)
         return Noise(key, (rank * self.local_micro_batches + j) * rows)
 
     def slice_of(self, array_BT: jax.Array, slice_index: jax.Array) -> jax.Array:

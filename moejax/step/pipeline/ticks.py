@@ -35,7 +35,6 @@ from moejax.comm.weights.residuals import detach_residuals
 from moejax.comm.weights.stage_weights import reduce_stage_gradients
 from moejax.step.full_batch import (
     NumTargets,
-    choose_levels,
     count_targets,
     reduce_replicated_gradients,
     with_residuals,
@@ -49,7 +48,7 @@ from moejax.step.pipeline.schedule import Cycle, Phase
 from moejax.step.pipeline.stage import Gradients, SavingStage, Slots, any_task, build_stage
 from moejax.step.pipeline.transfers import Activations, ActivationTransfers
 from moejax.step.pipeline.weights import entry, replace_part
-from moejax.step.state import Batch, Reduction, TrainState, Tree
+from moejax.step.state import Batch, TrainState, Tree
 
 
 class TickState(NamedTuple):
@@ -89,7 +88,7 @@ class TickState(NamedTuple):
 
 def loss_gradients(
     model: ModelDef, state: TrainState, batch: Batch
-) -> tuple[Tree, LossParts, Reduction]:
+) -> tuple[Tree, LossParts, Tree]:
     """Returns gradients of the full batch, the loss's parts, and the new codec state.
 
     `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
@@ -105,11 +104,7 @@ def loss_gradients(
     gradients = reduce_stage_gradients(summed, params, model.dims, model.layouts, model.spec)
     gradients, residuals = detach_residuals(gradients, model.dims)
     gradients = reduce_replicated_gradients(model, gradients)
-    return (
-        gradients,
-        join_loss_parts(staged, leading_parts, end),
-        choose_levels(model, state.reduction, residuals),
-    )
+    return gradients, join_loss_parts(staged, leading_parts, end), residuals
 
 
 class Ticks:

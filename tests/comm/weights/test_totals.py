@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.gather import empty_totals, gather_float32, replicated_weight
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals, residual_shapes
 from moejax.comm.weights.shard import attach
@@ -71,11 +70,10 @@ def mapped(step, dims, parts, param):
     def body(shard):
         state = None if shape is None else jax.tree.map(lambda s: jnp.ones(s.shape[1:]), shape)
         state = jax.tree.map(lambda s: s[None], state)
-        context = EncodeContext(jnp.int32(3), jax.random.key(1))
         own = jax.random.fold_in(jax.random.key(7), wire.index(layout.mesh_axes))
         gathered = jax.eval_shape(enter, shard).shape
         drawn = jax.random.randint(own, (PARTS, *gathered), -50, 50).astype(jnp.float32)
-        entry = attach_residuals(shard, state, dims, context, layout)
+        entry = attach_residuals(shard, state, dims, jnp.int32(3))
         if parts == 1:
             found = pull(entry, drawn.sum(axis=0))
         else:

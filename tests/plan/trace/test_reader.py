@@ -242,7 +242,7 @@ CODECS = {
     "dispatch_backward": "bfloat16",
     "combine_backward": "int4",
     "dense_gradient": "int4+feedback",
-    "expert_gradient": "topk:0.1",
+    "expert_gradient": "loco",
     "weights": "int8",
 }
 USUAL = ("combine", "dense_gradient")  # the others are for `make test-all CASES=every`
