@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moejax.config.checks.planned import pinned
 from moejax.config.schema import Config, PlanConfig
-from moejax.plan.cluster.device import CodecRates, Device
+from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
 from moejax.plan.search.space import Limits
 from tests.cases import small_config
@@ -32,7 +32,6 @@ def cluster(
         copy_bytes_per_s=1e9,
         gather_bytes_per_s=5e8,
         startup_s=1e-5,
-        codecs={"int8": CodecRates(1e9, 1e9)},
     )
     tiers = (
         Tier("host", inside, same_links(Link(startup / 10, fast)), compute_share=compute_share),

@@ -1,21 +1,12 @@
-"""The rates of a device: products, memory, codecs.
+"""The rates of a device: products and memory.
 
 Nothing here imports JAX.
 """
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class CodecRates:
-    """Rates of a codec in bytes of float32 input (output, for decoding) a second."""
-
-    encode: float
-    decode: float
 
 
 @dataclass(frozen=True)
@@ -33,7 +24,6 @@ class Device:
       copies: (bytes read and written, bytes a second) of smaller operations, smallest first.
       exponentials_per_s: values of exponentials a second; infinite if memory alone counts.
       reductions_per_s: values a second in sums over rows; infinite if memory alone counts.
-      codecs: rates of each codec, by name.
       program_overhead: compute time of a whole program over the sum of its operations' times.
       oversubscription: devices of a node that share the same cores; 1: no sharing.
     """
@@ -48,7 +38,6 @@ class Device:
     copies: tuple[tuple[float, float], ...] = ()
     exponentials_per_s: float = math.inf
     reductions_per_s: float = math.inf
-    codecs: dict[str, CodecRates] = dataclasses.field(default_factory=dict)
     program_overhead: float = 1.0
     oversubscription: float = 1.0
 

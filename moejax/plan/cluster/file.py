@@ -15,7 +15,7 @@ from typing import Any
 
 from moejax.config.fields import one_line, short
 from moejax.errors import InputError, write_whole
-from moejax.plan.cluster.device import CodecRates, Device
+from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.json_object import JsonObject
 from moejax.plan.cluster.topology import KINDS, Link, Tier, Topology, same_links
 
@@ -169,7 +169,8 @@ def from_json(facts: Any, file: str) -> Topology:
 
 
 def _device(part: JsonObject) -> Device:
-    part.keys(Device, optional=(*MISSING, "codecs", "program", "sharing"), keys=KEYS)
+    optional = (*MISSING, "program", "sharing")
+    part.keys(Device, optional, KEYS, ignored=("codecs",))  # rates that files had once
     products = part.inner("products")
     curves = {dtype: products.curve(dtype) for dtype in products.facts}
     for dtype, curve in curves.items():
@@ -181,7 +182,6 @@ def _device(part: JsonObject) -> Device:
     copies = part.curve("copies") if "copies" in part.facts else ()
     if "copies" in part.facts:
         _check_sizes(part, "copies", copies)
-    codecs = part.inner("codecs") if "codecs" in part.facts else None
     for name in ("copy_bytes_per_s", "gather_bytes_per_s"):
         _check_unit(part, name, part.rate(name), SLOWEST_COPY, "bytes a second")
     _check_unit(part, "memory_bytes", part.count("memory_bytes"), SMALLEST, "bytes")
@@ -195,7 +195,6 @@ def _device(part: JsonObject) -> Device:
         startup_s=part.share("startup_s", 1),
         copies=copies,
         **{name: part.rate(name) for name in VALUES if name in part.facts},
-        codecs={name: _codec(codecs.inner(name)) for name in codecs.facts} if codecs else {},
         program_overhead=part.rate("program") if "program" in part.facts else 1.0,
         oversubscription=part.rate("sharing") if "sharing" in part.facts else 1.0,
     )
@@ -213,11 +212,6 @@ def _check_sizes(part: JsonObject, field: str, curve: tuple[tuple[Any, float], .
     if not sizes or sizes != sorted(set(sizes)):
         where = f"`{part.at(field)}` is wrong"
         part.refuse(where, sizes, "sizes that grow, at least one", "Sort them")
-
-
-def _codec(part: JsonObject) -> CodecRates:
-    part.keys(CodecRates)
-    return CodecRates(encode=part.rate("encode"), decode=part.rate("decode"))
 
 
 def _tier(part: JsonObject) -> Tier:

@@ -35,17 +35,23 @@ class JsonObject:
         raise InputError(f"{what}. {self.file} has {short(seen)}. It must be {rule}. {remedy}.")
 
     def keys(
-        self, kind: type, optional: tuple[str, ...] = (), keys: dict[str, str] | None = None
+        self,
+        kind: type,
+        optional: tuple[str, ...] = (),
+        keys: dict[str, str] | None = None,
+        ignored: tuple[str, ...] = (),
     ) -> None:
         """Refuses unknown fields and missing ones, from the attributes of a dataclass.
 
         Args:
           optional: keys of the file that may be missing.
           keys: attribute -> its key in the file, where they differ.
+          ignored: keys that nothing reads any more.
         """
         keys = keys or {}
         known = [keys.get(field.name, field.name) for field in dataclasses.fields(kind)]
-        self.known(known, [name for name in known if name not in optional])
+        needed = [name for name in known if name not in optional]
+        self.known([*known, *ignored], needed)
 
     def known(self, known: list[str], needed: list[str]) -> None:
         """Refuses unknown fields and missing ones, from a list of names."""

@@ -1,4 +1,4 @@
-"""Measures a device's rates while all others are as busy: products, memory, codecs."""
+"""Measures a device's rates while all others are as busy: products and memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Codec
-from moejax.config.compression import CodecSpec
-from moejax.plan.cluster.device import CodecRates, Device
+from moejax.plan.cluster.device import Device
 from moejax.plan.probe.timer import ProgressFn, Stopwatch
 
 # CPUs are slow and have small caches; other devices need large sizes to be filled.
@@ -22,10 +19,7 @@ VALUES, COLUMNS = 2**19, 256  # of exponentials and sums
 # An H200 has 60 MB of cache.
 MEMORY = {"cpu": 2**25, "gpu": 2**30, "tpu": 2**28}  # bytes of a copy, larger than any cache
 CACHED = {"cpu": (2**21, 2**22, 2**23, 2**24)}  # of arrays that a cache may hold
-CODED = {"cpu": 2**18, "gpu": 2**28, "tpu": 2**26}  # bytes of float32 to encode
 SMALL = 16  # dependent small operations
-CODECS = {name: CodecSpec(name) for name in ("bfloat16", "int8", "e4m3", "e5m2", "int4", "loco")}
-QUICK_CODECS = ("bfloat16", "int8")
 
 
 def probe_device(
@@ -40,7 +34,7 @@ def probe_device(
     """Returns the rates of a device.
 
     Args:
-      quick: fewer sizes, dtypes and codecs.
+      quick: fewer sizes and dtypes.
     """
     dtypes = DTYPES[:1] if quick else DTYPES
     sizes = PRODUCTS[platform][1::2] if quick else PRODUCTS[platform]
@@ -60,10 +54,6 @@ def probe_device(
     gathering = _gather_seconds(watch, copy_bytes)
     progress("small operations")
     startup_s = _small_seconds(watch)
-    codecs = {}
-    for codec in QUICK_CODECS if quick else CODECS:
-        progress(f"codec {codec}")
-        codecs[codec] = _codec(watch, build_codec(CODECS[codec]), CODED[platform])
     return Device(
         name=name,
         platform=platform,
@@ -74,7 +64,6 @@ def probe_device(
         startup_s=startup_s,
         copies=copies,
         **computed,
-        codecs=codecs,
     )
 
 
@@ -123,25 +112,3 @@ def _small_seconds(watch: Stopwatch) -> float:
         return x
 
     return watch.seconds(operate, lambda: jnp.ones(256)) / SMALL
-
-
-def _codec(watch: Stopwatch, codec: Any, size: int) -> CodecRates:
-    """Returns a codec's rates over one row, its state read and written too."""
-    assert isinstance(codec, Codec)
-    n = size // 4
-
-    def values() -> Any:
-        return jnp.arange(n)[None] / n - 0.5, jnp.zeros((1, codec.state_size(n)))
-
-    def encode(both: Any) -> Any:
-        x, state = both
-        return codec.encode(x, state, jnp.int32(1))
-
-    def payload() -> Any:
-        # The time to decode does not depend on the values.
-        shapes = jax.eval_shape(lambda: encode(values())[0])
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    encoding = watch.seconds(encode, values)
-    decoding = watch.seconds(lambda x: codec.decode(x, n), payload)
-    return CodecRates(encode=size / encoding, decode=size / decoding)

@@ -35,7 +35,7 @@ class Effort:
 
     Attributes:
       seconds: approximate time for the links; sizes grow until they are spent.
-      quick: fewer sizes, dtypes and codecs; no pairs, no contention.
+      quick: fewer sizes and dtypes; no pairs, no contention.
     """
 
     seconds: float = SECONDS

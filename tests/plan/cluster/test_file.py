@@ -55,6 +55,12 @@ def test_a_file_gives_back_what_was_written(topology, tmp_path):
     assert load_topology(str(tmp_path / "t.json")) == topology
 
 
+def test_files_with_rates_of_codecs_are_read():
+    data = as_json(TWO)
+    data["device"]["codecs"] = {"topk": {"encode": 1e9, "decode": 1e9}}
+    assert from_json(data, "t.json") == TWO
+
+
 def change(path, value):
     """An edit of FULL's file: at a path such as `tiers.0.size`; value ... removes it."""
 
@@ -113,7 +119,6 @@ REFUSED = [
     (change("device.products.float32", []), "products.float32` is wrong", "at least one"),
     (change("device.products.float32", [[2, 1], [1, 1]]), "products.float32` is wrong", "Sort"),
     (change("device.copies", [[2, 1], [1, 1]]), "device.copies` is wrong", "Sort"),
-    (change("device.codecs.int8.decode", 0), "codecs.int8.decode` is wrong", "above 0"),
     (change("device.program", 0), "device.program` is wrong", "above 0"),
     (change("pairs", [[0, 1]]), "`pairs` is not whole", "2 rows of 2"),
     (change("pairs.0.1", 0), "`pairs[0][1]` is wrong", "every pair is measured"),
@@ -176,8 +181,6 @@ def test_known_clusters_load_and_are_plausible(name):
         rates = [rate for _, rate in curve]
         assert rates == sorted(rates), "larger products are not slower"
         assert 1e12 < rates[-1] < 3e15
-    for rates in found.device.codecs.values():
-        assert max(rates.encode, rates.decode) < 4 * found.device.copy_bytes_per_s
     for fast, slow in zip(found.tiers, found.tiers[1:], strict=False):
         for kind in KINDS:
             assert fast.links[kind].bytes_per_s > slow.links[kind].bytes_per_s

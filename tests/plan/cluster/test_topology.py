@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.plan.cluster.device import CodecRates, Device
+from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
 
 MIB = 2**20
@@ -19,7 +19,6 @@ DEVICE = Device(
     copy_bytes_per_s=1e9,
     gather_bytes_per_s=5e8,
     startup_s=1e-6,
-    codecs={"int8": CodecRates(1e9, 2e9)},
     program_overhead=1.5,
     oversubscription=2.0,
 )
