@@ -536,6 +536,26 @@ def test_feedback_between_stages_makes_gradients_of_weights_worse(codec):
     assert 1.25 < off["+feedback"] / off[""] < 1.5
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_feedback_between_stages_makes_gradients_of_a_step_worse(codec):
+    """By the mean over leaves that they reach. Dense, so that no choice of experts changes."""
+    cfg = config((1, 1, 1, 1), 2, 16, model={"moe_every": None, "tie_embeddings": False})
+    batch, norms = random_batch(cfg), {}
+    reference = step_for(cfg)
+    wanted, _ = reference.gradients(reference.init(), batch)
+    for flag in ("", "+feedback"):
+        coded = step_for(between_nodes(cfg, stage_gradient=codec + flag))
+        got, _ = coded.gradients(coded.init(), batch)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+        # Of stacked layers those of the first stage.
+        norms[flag] = np.array([np.linalg.norm((np.asarray(g) - w)[:2]) for g, w in pairs])
+    reached = norms[""] > 1e-6
+    ratio = norms["+feedback"][reached] / norms[""][reached]
+    assert np.sum(reached) > 5
+    assert 1.1 < np.exp(np.mean(np.log(ratio))) < 1.6
+
+
 @pytest.mark.parametrize(
     ("model", "lora"),
     [
