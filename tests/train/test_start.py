@@ -281,7 +281,7 @@ def test_a_run_directory_is_waited_for_as_long_as_was_said(tmp_path):
         claim(tmp_path / "file" / "run")
 
 
-SOURCE = Saved(7, Path("there"), {})
+SOURCE, FOLDER = Saved(7, Path("there"), {}), SimpleNamespace(path=Path("model"))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ SOURCE = Saved(7, Path("there"), {})
     [
         (False, None, None, "", "drawn"),
         (False, None, SOURCE, "weights from there (step 7)\n", "drawn, weights of there"),
-        (False, None, Path("model"), "weights from model\n", "drawn, weights of model"),
+        (False, None, FOLDER, "weights from model\n", "drawn, weights of model"),
         (False, "resumed", None, "", "resumed"),
         (False, "resumed", SOURCE, "", "resumed"),
         (True, None, SOURCE, "frozen weights from there (step 7)\n", "first of weights, bias"),
@@ -299,12 +299,9 @@ SOURCE = Saved(7, Path("there"), {})
 def test_a_run_begins_with_what_it_resumes_else_with_weights_it_was_given_else_with_drawn_ones(
     monkeypatch, lora, resumed, source, said, given
 ):
-    def name(source):
-        return source.path if isinstance(source, Saved) else source
-
     monkeypatch.setattr(start, "read_weights", lambda *_: ("weights", "bias"))
     monkeypatch.setattr(
-        start, "take_weights", lambda source, state, *_: f"{state}, weights of {name(source)}"
+        start, "take_weights", lambda source, state, *_: f"{state}, weights of {source.path}"
     )
     train_step = SimpleNamespace(
         abstract=SimpleNamespace(frozen={} if lora else None),
