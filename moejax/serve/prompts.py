@@ -142,7 +142,7 @@ def open_vocabulary(
 
 
 def _open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> ChatPrompts:
-    """Opens the template of the command line, of the run's conversations, or of the weights."""
+    """Opens the chat template of the command line, of the run's conversations, or of weights."""
     beside, described = tokenizer_beside_weights(chosen), describe_training(chosen)
     path = tokenizer_that_came(chosen)
     if tokenizer is not None:
