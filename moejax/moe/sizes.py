@@ -109,7 +109,6 @@ def fitting(
     first. Wire: their numbers of rows for each bucket; nothing if there is one exchange and no row
     merges.
     """
-    assert route.exchanges, "a route without exchanges holds every routing"
     parts, fits_NK, part_NK = route.parts, expert_NK < num_experts, jnp.zeros_like(expert_NK)
     first_NK = fits_NK
     stops = zip(_stops(route, layout), (*sizes.rows, sizes.expert_rows), strict=False)

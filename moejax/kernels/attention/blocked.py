@@ -99,7 +99,8 @@ def _library_form(
         _require_whole(implementation, queries, segment_BS.shape[1])
         window_size = None if window is None else (window - 1, 0)
         return {"is_causal": True, "local_window_size": window_size}
-    assert implementation in ("cudnn_masked", "reference"), implementation
+    if implementation not in ("cudnn_masked", "reference"):
+        raise ValueError(f"no implementation {implementation}")
     mask_BST = attention_mask(segment_BS, window, queries)
     # Causal besides, so that the kernel skips later keys; it takes no window here. The library
     # counts queries from the first key, so not if queries are only at the last positions.

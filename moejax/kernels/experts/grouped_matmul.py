@@ -78,7 +78,8 @@ def product_gradients(
     if implementation == "reference":
         pull = jax.vjp(lambda x, w: reference.grouped_matmul(x, w, sizes_G), x_MK, w_GKN)[1]
         return *pull(gradient_MN), None
-    assert implementation == "mosaic", implementation
+    if implementation != "mosaic":
+        raise ValueError(f"no implementation {implementation}")
     schedule = schedule_experts(sizes_G, gradient_MN.shape[0])
     dx_MK = _multiply_transposed(gradient_MN, w_GKN, schedule)
     return dx_MK, _sum_outer(x_MK, gradient_MN, schedule, w_GKN), None

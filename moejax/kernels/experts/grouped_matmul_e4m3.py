@@ -96,7 +96,8 @@ def multiply_quantized(
         return reference.grouped_matmul(x_MK, w_GKN, sizes_G)
     from moejax.kernels.mosaic import grouped_matmul_e4m3 as mosaic  # not in JAX before 0.11
 
-    assert implementation == "mosaic", implementation
+    if implementation != "mosaic":
+        raise ValueError(f"no implementation {implementation}")
     arrays = (_numbers(q.values.reshape(M, K)), q.scale, _numbers(w.values_GNK), w.scale_GJB)
     return jitted(mosaic.grouped_matmul, "products", M, K, N)(*arrays, sizes_G)
 

@@ -48,7 +48,8 @@ def quantize(
         return _quantize(x, FORMATS[name])
     from moejax.kernels.mosaic import quantize as mosaic  # needs JAX 0.11
 
-    assert implementation == "mosaic", implementation
+    if implementation != "mosaic":
+        raise ValueError(f"no implementation {implementation}")
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     values, scale = mosaic.quantize(x.reshape(-1, block), name)
     return Quantized(values.reshape(*x.shape[:-1], -1), scale.reshape(x.shape[:-1]))
@@ -109,7 +110,8 @@ def dequantize_sum(
         return jnp.sum(_dequantize(q, FORMATS[name], size), axis=0).astype(dtype)
     from moejax.kernels.mosaic import quantize as mosaic
 
-    assert implementation == "mosaic", implementation
+    if implementation != "mosaic":
+        raise ValueError(f"no implementation {implementation}")
     P, blocks = q.values.shape[0], q.scale.shape[1:]
     values = q.values.reshape(P, -1, q.values.shape[-1])
     x = mosaic.dequantize_sum(values, q.scale.reshape(P, -1), name, jnp.dtype(dtype))

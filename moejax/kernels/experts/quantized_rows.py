@@ -40,7 +40,8 @@ def permute_quantize(
         return quantize(rows_MD, name, block=block)
     from moejax.kernels.mosaic import quantized_rows as mosaic
 
-    assert implementation == "mosaic", implementation
+    if implementation != "mosaic":
+        raise ValueError(f"no implementation {implementation}")
     x_ND = jnp.pad(x_ND, ((0, 0), (0, -x_ND.shape[1] % block)))
     x_NBC = x_ND.reshape(x_ND.shape[0], -1, block)
     row = x_ND.shape[1] * x_ND.dtype.itemsize + bytes_of(x_ND.shape[1], name, block=block)
@@ -74,7 +75,8 @@ def dequantize_combine(
         return functools.reduce(jnp.add, parts).astype(dtype)
     from moejax.kernels.mosaic import quantized_rows as mosaic
 
-    assert implementation == "mosaic", implementation
+    if implementation != "mosaic":
+        raise ValueError(f"no implementation {implementation}")
     if weight_NK is None:
         weight_NK = jnp.ones(slot_NK.shape, jnp.float32)
     (N, K), dtype = slot_NK.shape, jnp.dtype(dtype)
