@@ -6,7 +6,7 @@ A class has one codec, or several with the step from which each applies:
     none,int4+feedback@200          uncompressed for a warm-up of 200 steps
     int4,int8@1000,bfloat16@5000    errors that shrink along training
 
-A codec is NAME[:ARGUMENT][+feedback]. `comm.codecs` describes them and their errors.
+A codec is NAME[+feedback]. `comm.codecs` describes them and their errors.
 Nothing is compressed inside a node; the router, its metadata, the weights of its choices, the loss
 and the optimizer state are never compressed. Nothing here imports JAX.
 """
@@ -20,9 +20,10 @@ from moejax.config.schema import CompressionConfig
 from moejax.errors import InputError
 
 BLOCKS = ("int8", "e4m3", "e5m2", "int4")
-NAMES = ("bfloat16", *BLOCKS, "loco", "powersgd")
+PLAIN = ("bfloat16", *BLOCKS)
+NAMES = (*PLAIN, "loco")
 # Codecs that were removed, and which to use in place of each (decision 0009).
-REMOVED = {"adaptive": "int4+feedback", "topk": "int4+feedback"}
+REMOVED = dict.fromkeys(("adaptive", "powersgd", "topk"), "int4+feedback")
 GRADIENTS = ("dense_gradient", "expert_gradient")
 TOKENS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 STAGES = ("stage", "stage_gradient")
@@ -56,7 +57,6 @@ class CodecSpec:
     """A codec by name."""
 
     name: str
-    argument: float | None = None
     feedback: bool = False
     block: int = 128
     kernel: str = "reference"  # implementation of kernels.quantize
@@ -65,8 +65,7 @@ class CodecSpec:
     rows_kernel: str = "separate"
 
     def __str__(self) -> str:
-        argument = "" if self.argument is None else f":{self.argument:g}"
-        return self.name + argument + "+feedback" * self.feedback
+        return self.name + "+feedback" * self.feedback
 
 
 @dataclass(frozen=True)
@@ -198,41 +197,25 @@ def _read_codec(kind: str, text: str, cfg: CompressionConfig) -> CodecSpec | Non
     """Reads one codec of a class."""
     if text == "none":
         return None
-    plain, *flags = text.split("+")
-    name, colon, argument = plain.partition(":")
-    if name in REMOVED:
-        _refuse(kind, text, f"{name} was removed: use {REMOVED[name]}, as good at no more bytes")
+    name, *flags = text.split("+")
+    former = name.partition(":")[0]
+    if former in REMOVED:
+        _refuse(kind, text, f"{former} was removed: use {REMOVED[former]}, which keeps the loss")
     if name not in NAMES:
         _refuse(kind, text, f"It must be none or one of {', '.join(NAMES)}")
     if "stochastic" in flags:
         _refuse(kind, text, "+stochastic was removed: it gains nothing. Leave it out")
     if unknown := set(flags) - {"feedback"}:
         _refuse(kind, text, f"It has no flag {min(unknown)}: there is +feedback alone")
-    plain_name = name in ("bfloat16", *BLOCKS)
-    if kind == "stage_gradient" and not plain_name:
+    if kind == "stage_gradient" and name == "loco":
         rule = "Gradients between stages have a codec that may remember, with +feedback. Choose "
-        _refuse(kind, text, rule + f"bfloat16, {', '.join(BLOCKS)}")
-    if kind not in (*GRADIENTS, "stage_gradient") and (flags or not plain_name):
+        _refuse(kind, text, rule + ", ".join(PLAIN))
+    if kind not in (*GRADIENTS, "stage_gradient") and (flags or name == "loco"):
         rule = "Only gradients of weights have a codec that remembers. Choose "
-        _refuse(kind, text, rule + f"bfloat16, {', '.join(BLOCKS)}")
-    if "feedback" in flags and name in ("loco", "powersgd"):
+        _refuse(kind, text, rule + ", ".join(PLAIN))
+    if "feedback" in flags and name == "loco":
         _refuse(kind, text, f"{name} has error feedback of its own. Leave out +feedback")
-    spec = CodecSpec(name, None, "feedback" in flags, cfg.block)
-    if name == "powersgd":
-        rank = _number(argument)
-        if rank < 1 or rank != int(rank):
-            _refuse(kind, text, "powersgd takes a rank of at least 1: powersgd:4")
-        return dataclasses.replace(spec, argument=rank)
-    if colon:
-        _refuse(kind, text, f"{name} takes no argument. Leave out :{argument}")
-    return spec
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+    return CodecSpec(name, "feedback" in flags, cfg.block)
 
 
 def _refuse(kind: str, text: str, rule: str) -> None:

@@ -181,10 +181,6 @@ FACTORS: dict[str, dict[str, Changes]] = {
         "bfloat16 everywhere": {
             f"compression.{kind}": "bfloat16" for kind in (*GRADIENTS, *TOKENS, "weights", *STAGES)
         },
-        "gradients by powersgd": {
-            "compression.dense_gradient": "powersgd:4",
-            "compression.expert_gradient": "powersgd:4",
-        },
     },
     "numbers": {"float32": NONE, "bfloat16": {"model.dtype": "bfloat16"}},
 }

@@ -14,7 +14,7 @@ from tests.compose.features import FACTORS, Combination, is_rounded, name
 # moves some tokens, near the border between two experts, to the other one.
 EXACT = {"loss": 2e-6, "gradient": 5e-5, "second": 1e-4}
 ROUNDED = {"loss": 0.02, "gradient": 0.5, "second": 0.05}
-# A low-rank codec leaves out less than the whole gradient, so weights go another way.
+# PowerSGD was a codec: it left out less than the whole gradient, so weights went another way.
 LOW_RANK = ROUNDED | {"gradient": 1.0, "second": 0.2}
 
 

@@ -98,10 +98,7 @@ def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
     ("codec", "least", "most"),
     [
         ("int4+feedback", 1e-9, 0.05),
-        pytest.param("powersgd:8", 1e-9, 0.5, marks=pytest.mark.exhaustive),
         pytest.param("loco", 1e-9, 0.5, marks=pytest.mark.exhaustive),
-        # More ranks than any matrix has.
-        pytest.param("powersgd:64", 0.0, 1e-5, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_with_feedback_follows_the_plain_run(codec, least, most):
@@ -116,7 +113,7 @@ def plain_losses():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("codec", ["int4+feedback", "powersgd:8"])
+@pytest.mark.parametrize("codec", ["int4+feedback", "loco"])
 def test_micro_batches_with_feedback_follow_the_plain_run(codec):
     train = {"micro_batches": 2, "batch_sequences": 16}
     cfg = compressed((2, 2, 2, 1), 4, codec, train=train)

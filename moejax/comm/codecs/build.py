@@ -2,17 +2,13 @@
 
 from moejax.comm.codecs.codec import Blocks, Cast, Codec
 from moejax.comm.codecs.feedback import ErrorFeedback
-from moejax.comm.codecs.low_rank import LowRank
 from moejax.config.compression import CodecSpec
 
 LOCO_AVERAGE, LOCO_RESET = 0.5, 512
 
 
-def build_codec(spec: CodecSpec) -> Codec | LowRank:
+def build_codec(spec: CodecSpec) -> Codec:
     """Builds the codec of a gradient from its config."""
-    if spec.name == "powersgd":
-        assert spec.argument is not None
-        return LowRank(int(spec.argument))
     if spec.name == "loco":
         blocks = Blocks("int4", spec.block, kernel=spec.kernel)
         return ErrorFeedback(blocks, LOCO_AVERAGE, "e4m3", spec.block, LOCO_RESET)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from moejax.comm.codecs.build import build_codec, build_plain_codec
 from moejax.comm.codecs.codec import Codec
-from moejax.comm.codecs.low_rank import LowRank
 from moejax.layout.layout import RANK, Axes, Layout, is_product
 from moejax.layout.spec import StepSpec
 
@@ -46,7 +45,7 @@ class GatherSpec:
     traffic: str = "dense_gradient"  # class of traffic of the gradient
     micro_bytes: int | None = None  # largest piece of the gradient in a collective; None: all of it
     rows: bool = False  # whether the gradient is scattered by rows: see `reduce._scatter`
-    gradient_codec: Codec | LowRank | None = None  # across nodes, if the `Shard` has its state
+    gradient_codec: Codec | None = None  # across nodes, if the `Shard` has its state
     weight_codec: Codec | None = None  # None unless the gather crosses nodes
     # Micro-batches add up gradients of the gathered weight, and the last one reduces the sum.
     unsharded_total: bool = False

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import Blocks, Cast
 from moejax.comm.codecs.feedback import ErrorFeedback
-from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import decode_packed, encode_packed
 from moejax.config.compression import CodecSpec
 
@@ -165,5 +164,4 @@ def test_what_is_packed_unpacks_with_other_leading_sizes(name):
 
 def test_a_config_names_each_codec():
     assert build_codec(CodecSpec("int4", feedback=True)) == ErrorFeedback(Blocks("int4"))
-    assert build_codec(CodecSpec("powersgd", 4.0)) == LowRank(4)
     assert build_codec(CodecSpec("loco")).reset == 512

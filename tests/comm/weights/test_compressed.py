@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm.codecs.codec import Blocks, Cast
 from moejax.comm.codecs.feedback import ErrorFeedback
-from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.weights.compressed import empty_state, reduce_parts
 from moejax.plan.trace.reader import collectives
 from tests.cases import part_of
@@ -126,41 +125,6 @@ def test_bytes_are_the_codecs_and_travel_in_two_collectives(name, scatter, copie
     if C > 1:
         assert found.pop("all_gather").bytes == C * codec.wire_bytes(n)
     assert not found
-
-
-@pytest.mark.parametrize(("scatter", "copies"), CASES)
-def test_a_matrix_of_low_rank_is_summed_exactly_and_the_rest_is_kept(scatter, copies):
-    S, C = sizes(scatter, copies)
-    rank = LowRank(2)
-    rows, columns, _ = rank.shape(C * n)
-    step, state = build(rank, scatter, copies), start(rank, scatter, copies)
-    rng = np.random.default_rng(7)
-    # All devices' matrices in one space of rank two: one iteration finds it.
-    left, right = rng.standard_normal((S, rows, 2)), rng.standard_normal((S, 2, columns))
-    mixed = rng.standard_normal((8, S, 2, 1)) * right
-    whole = (left @ mixed).reshape(8, S, -1)[..., : C * n].reshape(8, S, C, n)
-    if rows * columns > C * n:  # a padded matrix has not quite that rank
-        whole = whole * 0 + np.sin(np.arange(C * n)).reshape(C, n)
-    x = jnp.asarray(whole, jnp.float32)
-    wanted = exact(x, scatter, copies)
-    total, state = step(x, state, 0)
-    sent = np.asarray(total, np.float64)
-    if rows * columns == C * n:
-        assert np.abs(sent - wanted).max() <= 1e-4 * np.abs(wanted).max()
-    left_out = exact(np.asarray(state.parts)[..., :n].reshape(8, S, C, n), scatter, copies)
-    assert np.abs(sent + left_out - wanted).max() <= 1e-4 * np.abs(wanted).max()
-
-
-def test_low_rank_sends_two_factors():
-    scatter, copies = ("scatter",), ("copies",)
-    S, C = sizes(scatter, copies)
-    rank = LowRank(3)
-    traced = build(rank, scatter, copies).trace(
-        draw(0, scatter, copies), start(rank, scatter, copies), 0
-    )
-    found = [(call.kind, call.bytes) for call in collectives(traced.jaxpr.jaxpr)]
-    rows, columns, _ = rank.shape(C * n)
-    assert found == [("all_reduce", S * size * 3 * 4) for size in (rows, columns)]
 
 
 def test_codecs_that_follow_each_other_share_what_is_kept():

@@ -35,7 +35,6 @@ CASES = [  # mesh, nodes, codec, largest piece
     ((2, 4, 1, 1), 4, "none", None),  # shards in nodes and across, copies across
     ((4, 2, 1, 1), 2, "int8+feedback", None),
     ((2, 4, 1, 1), 4, "int8+feedback", None),
-    ((1, 4, 2, 1), 2, "powersgd:2", None),
 ]
 
 
