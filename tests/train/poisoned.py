@@ -48,8 +48,8 @@ def poison(bad, replace, *, jump=False, seen=None):
         return found, parts._replace(nll=nll), reduction
 
     class Telling(steps.CodecSchedule):
-        def step_for(self, step, state):
-            run_step, text = super().step_for(step, state)
+        def step_for(self, step):
+            run_step, text = super().step_for(step)
 
             def told(state, batch):
                 if seen is not None:
