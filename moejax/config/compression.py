@@ -23,7 +23,7 @@ BLOCKS = ("int8", "e4m3", "e5m2", "int4")
 PLAIN = ("bfloat16", *BLOCKS)
 NAMES = (*PLAIN, "loco")
 # Codecs that were removed, and which to use in place of each (decision 0009).
-REMOVED = dict.fromkeys(("adaptive", "powersgd", "topk"), "int4+feedback")
+REMOVED: dict[str, str] = dict.fromkeys(("adaptive", "powersgd", "topk"), "int4+feedback")
 GRADIENTS = ("dense_gradient", "expert_gradient")
 TOKENS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 STAGES = ("stage", "stage_gradient")
