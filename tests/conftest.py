@@ -125,11 +125,10 @@ SLOW: tuple[str, ...] = (
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what its marks say
 def pytest_collection_modifyitems(items):
-    tests = Path(__file__).parent
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker("slow")
-    turn = {tests / f"{name}.py": number for number, name in enumerate(LONGEST)}
+    turn = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turn.get(item.path, len(turn)))
 
 
@@ -154,14 +153,23 @@ def make_room(folder: Path, limit: int) -> None:
             return
 
 
+TESTS = Path(__file__).parent
+# Folders whose tests trace whole steps for another purpose: layers have tests of their own.
+UNCHECKED = {"aot", "checkpoint", "convert", "doctor", "hlo", "parity", "plan", "train"}
+
+
 @pytest.fixture(scope="module")
 def unchecked_annotations():
-    """Leaves a module's annotations unchecked.
-
-    For planning, which traces whole steps: whoever tests model, moe, comm or train checks theirs.
-    """
+    """Leaves a module's annotations unchecked."""
     with without_annotations():
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def annotations(request):
+    """Leaves annotations unchecked in the folders of `UNCHECKED`."""
+    if request.path.relative_to(TESTS).parts[0] in UNCHECKED:
+        request.getfixturevalue("unchecked_annotations")
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,6 @@ from moejax.convert.command import main
 from tests.hf.golden import cases_of, golden_folder
 
 
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole models are traced, whose layers have tests."""
-
-
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """Runs the command. Returns the exit code and the lines of stderr."""

@@ -5,11 +5,6 @@ import importlib
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: whole steps are traced, whose layers have tests."""
-
-
 @pytest.fixture(scope="module")
 def theirs():
     """What `tests/parity/theirs.py` computes with torch."""

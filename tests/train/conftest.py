@@ -40,8 +40,3 @@ def training(running):
         return running(cfg, step=step)
 
     return build
-
-
-@pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked: these tests trace whole steps, whose layers have tests."""
