@@ -458,9 +458,9 @@ function events(run) {
   const chart = new Chart("low", () => ({ ...base("", String, false), grid: { left: 125, right: 14, top: 12, bottom: 24 }, yAxis: { type: "category", data: kinds.map((kind) => SAID[kind] ?? words(kind)),
       axisLabel: { color: style("soft") }, splitLine: { show: true, lineStyle: { color: style("line"), opacity: 0.5 } } },
     tooltip: { trigger: "item", confine: true, backgroundColor: style("card"), borderColor: style("line"), textStyle: { color: style("ink"), fontSize: 12 },
-      formatter: ({ data }) => safe(`step ${data.step}: ${data.said}`) },
+      formatter: ({ data }) => safe(`step ${data.step}: ${data.said || data.name}`) },
     series: [{ type: "scatter", symbolSize: 7, itemStyle: { color: run.colour, opacity: 0.8 }, data: run.events.map((one) => ({
-      value: [place(run, one.step), kinds.indexOf(one.event)], step: one.step, said: about(one) })) }] }), { label: "Events over the run" });
+      value: [place(run, one.step), kinds.indexOf(one.event)], name: SAID[one.event] ?? words(one.event), step: one.step, said: about(one) })) }] }), { label: "Events over the run" });
   chart.node.style.height = `${4 + 1.6 * kinds.length}rem`;
   const rows = run.events.slice(-200).reverse().map((one) => [new Date(one.time * 1000).toISOString().slice(0, 19).replace("T", " "),
     one.step.toLocaleString("en"), SAID[one.event] ?? words(one.event), about(one)]);
@@ -471,7 +471,7 @@ function events(run) {
 function about(one) {
   if (one.text) return one.text;
   const rest = Object.entries(one).filter(([name, value]) => !["time", "event", "step", "traffic"].includes(name) && value !== null && typeof value !== "object");
-  return rest.map(([name, value]) => `${words(name)} ${typeof value === "number" ? small(value) : value}`).join(", ") || (SAID[one.event] ?? words(one.event));
+  return rest.map(([name, value]) => `${words(name)} ${Number.isInteger(value) ? value.toLocaleString("en") : typeof value === "number" ? small(value) : value}`).join(", ");
 }
 
 function settings() {

@@ -86,6 +86,9 @@ function headline() {
       tile(bytes(best.memory_bytes), `of ${bytes(cluster.memory_bytes)} a device`),
       over(rule, `the best rule of thumb, ${data.rule}`), over(runner, "the runner-up")),
     el("p", { class: "soft" }, data.gain),
+    ...(data.search.cut ? [el("p", { class: "bad" }, `Note: ${data.search.cut}`)] : []),
+    el("p", { class: "soft" }, "To train with this plan, write it with ", el("code", {}, "--out plan.json"), " and give a run ",
+      el("code", {}, "--config.plan=plan.json"), ". Its report then says how long a step took, and how long it was to take."),
     el("dl", { class: "plan" }, meaning().map(([name, said]) => [el("dt", {}, name), el("dd", {}, said)])));
   const compared = [[rule, data.rule], [runner, "the runner-up"]].filter(([one]) => one && one !== best && one.fits);
   main.append(el("div", { class: "pair" }, compared.map(([one, name]) => el("div", {},
@@ -113,6 +116,7 @@ function meaning() {
   });
   rows.push(["route", best.route_text]);
   const said = (part) => /^remat full/.test(part) ? "the backward pass computes anew what it needs of a layer"
+    : part === "remat dots" ? "matrix products are kept; the backward pass computes the rest anew"
     : /^remat/.test(part) ? "the backward pass computes anew a part of what it needs"
     : part === "stages keep inputs alone" ? "of a micro-batch a stage keeps its input, and computes the rest again for backward"
     : /^schedule /.test(part) ? "one micro-batch goes forward while another goes back, so that each hides the other's exchanges"
@@ -418,10 +422,10 @@ function plans() {
     body.append(...rows.flatMap((one) => one.nodes));
   }
   mark();
-  const { meshes, traced, too_large: large, seconds, cut } = data.search;
+  const { meshes, traced, too_large: large, seconds } = data.search;
   section("The plans it was chosen from", `${meshes.toLocaleString("en")} ways to spread the model were estimated, ` +
     `${traced} programs traced and priced, ${large} of them too large, in ${round(seconds)} s. ` +
-    `${cut ? `Note: ${cut}. ` : ""}Press a heading to sort, a plan to ` +
+    `Press a heading to sort, a plan to ` +
     `open it. What people take without a planner stands beside them, each made to fit: ${Object.entries(data.rules)
       .map(([name, said]) => `${name}: ${said}`).join("; ")}.`,
     el("table", { class: "plans" }, el("thead", {}, el("tr", {}, headers)), body));
