@@ -253,7 +253,7 @@ class TrainConfig:
     predict_ahead_loss: float = setting(
         0.3, "coefficient of the loss of model.predict_ahead, nats per target", above=0
     )
-    seed: int = setting(0, "decides weights, data order, routing noise and rounding", at_least=0)
+    seed: int = setting(0, "decides weights, data order and routing noise", at_least=0)
     log_every: int = setting(10, "steps between logged lines", at_least=1)
     eval_every: int | None = setting(
         100, "steps between evaluations; none: only at the end", at_least=1

@@ -1,6 +1,7 @@
 """Chooses the checkpoint to evaluate, and makes its config."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,11 @@ from moejax.checkpoint.source import Source, frozen_source
 from moejax.checkpoint.source import read_weights as read_base
 from moejax.checkpoint.verify import restore_weights
 from moejax.config.checks import check
-from moejax.config.checks.mesh import check_batch
+from moejax.config.checks.mesh import check_batch, check_expert_axis, check_width
 from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH, STAGES
 from moejax.config.fields import change, fields, get_value
 from moejax.config.load import from_dict, parse_overrides
 from moejax.config.schema import CompressionConfig, Config, PlanConfig
-from moejax.config.spread import spread
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
@@ -105,7 +105,33 @@ def on_all_devices(cfg: Config, num_devices: int) -> Config:
     """Returns a config on all devices, if it names no axis of a mesh, as imported ones do."""
     if any(get_value(cfg, name) != fields()[name].default for name in MESH):
         return cfg
-    return spread(cfg, num_devices, check_batch) or cfg
+    return _spread(cfg, num_devices) or cfg
+
+
+def _spread(cfg: Config, num_devices: int) -> Config | None:
+    """Returns a config on a mesh of `num_devices` devices; None if it fits none.
+
+    Experts are spread first, then the width; devices that neither can use hold copies.
+    """
+    sizes = [size for size in range(num_devices, 0, -1) if num_devices % size == 0]
+    meshes = [
+        replace(cfg.mesh, replica=num_devices // expert // fsdp, fsdp=fsdp, expert=expert)
+        for expert in (sizes if cfg.model.has_experts else [1])
+        for fsdp in sizes
+        if num_devices % (expert * fsdp) == 0
+    ]
+    fitting = [found for mesh in meshes if _fits(found := replace(cfg, mesh=mesh))]
+    return max(fitting, key=lambda c: (c.mesh.fsdp * c.mesh.expert, c.mesh.expert), default=None)
+
+
+def _fits(cfg: Config) -> bool:
+    try:
+        check_expert_axis(cfg)
+        check_width(cfg)
+        check_batch(cfg)
+    except InputError:
+        return False
+    return True
 
 
 def read_weights(chosen: Chosen, train_step: TrainStep, processes: Processes = ALONE) -> TrainState:

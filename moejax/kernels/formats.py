@@ -16,7 +16,7 @@ class Format:
 
     The error of a value x in a block with largest magnitude a and scale s = a / largest is at
     most max(|x| * relative, s * absolute) + largest * tiny: half a step between neighbours, and
-    the loss when s is denormal. Stochastic rounding errs by up to twice as much.
+    the loss when s is denormal.
 
     Attributes:
       largest: the largest number.

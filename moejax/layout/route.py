@@ -38,7 +38,8 @@ class Hop:
     kind: Literal["all_to_all", "gather", "sum"]
     axes: Axes
     merge: bool = False
-    # Codecs of rows and results, and of their gradients; a hop inside a node has none.
+    # Codecs of rows and results, and of their gradients. Only the first hop may have them, because
+    # `comm.tokens.hops` encodes at the source alone; a hop inside a node has none.
     codecs: Codecs = NO_CODECS
 
     def peers(self, layout: Layout) -> int:
@@ -93,7 +94,9 @@ def build_route(
     """Returns a route of `ROUTES` on a mesh; hops of one device are left out.
 
     Args:
-      codecs: for the exchanges that cross nodes.
+      codecs: for the exchange that crosses nodes.
+    Raises:
+      ValueError: if a hop behind the first one would have codecs: it would not encode.
     """
     owner, tensor = layout.expert_owner_axes, layout.tensor
     merge = name in ("merge", "two_level_merge")
@@ -113,6 +116,10 @@ def build_route(
         for hop in hops
         if layout.size(hop.axes) > 1
     )
+    if any(hop.codecs != NO_CODECS for hop in hops[1:]):
+        raise ValueError(
+            f"route {name}: a hop behind the first would have codecs, but only the source encodes"
+        )
     if not any(hop.kind == "all_to_all" for hop in hops):
         chunks, chunks_backward, trim = 1, 1, False  # there are no buckets
     return Route(name, hops, name == "duplicate", chunks, chunks_backward, trim)

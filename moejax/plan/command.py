@@ -24,13 +24,15 @@ from moejax.config.load import (
     split_overrides,
 )
 from moejax.config.schema import Config
-from moejax.errors import InputError, exit_code
+from moejax.errors import InputError, exit_code, located
+from moejax.plan.cluster.file import known_clusters, load_topology, to_text
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.published import Published, read_published
 from moejax.plan.search.search import SearchResult
 from moejax.screen import screen, waiting
 
+ALIKE = 0.05  # relative difference below which two rates of a link are shown as one
 EPILOG = """\
 examples:
   moejax plan --config configs/mixtral_8x7b.py --topology h200:8
@@ -120,8 +122,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> None:
     """Checks the flags, then shows clusters or plans."""
-    from moejax.plan.cluster.file import load_topology
-
     if args.clusters is not None or args.print_topology:
         return _show_clusters(args)
     _check_sources(args)
@@ -153,9 +153,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def _show_clusters(args: argparse.Namespace) -> None:
     """Lists the known clusters, or shows one, or prints a topology file."""
-    from moejax.plan.cluster.file import load_topology, to_text
-    from moejax.plan.report.clusters import print_cluster, print_clusters
-
     if args.print_topology:
         if args.topology is None:
             raise InputError(
@@ -166,6 +163,52 @@ def _show_clusters(args: argparse.Namespace) -> None:
         print_cluster(args.clusters, screen())
     else:
         print_clusters(screen())
+
+
+def print_clusters(console: Console) -> None:
+    """Shows each known cluster in one line."""
+    lines = [_line("name", "size", "device", "links")]
+    for name in known_clusters():
+        known = load_topology(name)
+        size = f"{known.nodes} x {known.tiers[0].size}"
+        lines.append(_line(name, size, known.device.name, links_text(known)))
+    lines += [
+        "size: nodes x devices of a node; --topology NAME:4 is the same with 4 nodes.",
+        "links: GB/s of a device one way; of two, the first is that of an all-to-all.",
+        "Where the rates come from: --clusters NAME, and docs/rates.md.",
+    ]
+    for line in lines:
+        console.print(located(line), highlight=False, soft_wrap=True)
+
+
+def _line(name: str, size: str, device: str, links: str) -> str:
+    return f"{name:13} {size:8} {device:27} {links}"
+
+
+def print_cluster(name: str, console: Console) -> None:
+    """Shows one cluster, and the sources of its rates.
+
+    Raises:
+      InputError: if there is no such cluster.
+    """
+    known = load_topology(name)
+    for line in (
+        f"{name}: {known.nodes} x {known.tiers[0].size} {known.device.name}",
+        f"links, GB/s of a device one way: {links_text(known)}",
+        f"memory that a program may use: {known.device.memory_bytes / 2**30:.1f} GiB",
+        f"source: {known.source}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def links_text(topology: Topology) -> str:
+    """Returns the links in a few words: rates of an all-to-all, and of gathers if others."""
+    parts = []
+    for tier in topology.tiers:
+        first, other = (tier.links[k].bytes_per_s / 1e9 for k in ("all_to_all", "all_gather"))
+        alike = abs(other / first - 1) < ALIKE
+        parts.append(f"{tier.name} {first:.3g}" + ("" if alike else f" / {other:.3g}"))
+    return ", ".join(parts)
 
 
 def how_to_go_on(published: Published, cfg: Config, args: argparse.Namespace) -> str:

@@ -52,7 +52,8 @@ def with_residuals(model: ModelDef, state: TrainState) -> Tree:
 def noise_key(model: ModelDef, state: TrainState) -> jax.Array:
     """Returns the key of a step's router noise."""
     key = jax.random.fold_in(jax.random.key(model.cfg.train.seed), state.step)
-    return jax.random.split(key)[0]  # as it was when the other one was used too
+    # The first of two, so that runs of before go on to the same bits.
+    return jax.random.split(key)[0]
 
 
 def reduce_replicated_gradients(model: ModelDef, gradients: Tree) -> Tree:

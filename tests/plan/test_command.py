@@ -2,16 +2,18 @@
 
 import json
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from moejax.config.checks import check
 from moejax.config.checks.planned import pinned
 from moejax.config.fields import get_value
 from moejax.config.load import split_overrides
-from moejax.plan.cluster.file import load_topology, write_topology
-from moejax.plan.command import config_to_plan, main, parser
+from moejax.plan.cluster.file import known_clusters, load_topology, write_topology
+from moejax.plan.command import config_to_plan, main, parser, print_cluster, print_clusters
 from moejax.plan.search.file import load_plan
 from tests.plan.clusters import GIB, cluster
 from tests.plan.others.plans import KNOWN, PUBLISHED
@@ -172,3 +174,23 @@ def test_the_command_plans_for_a_file(tmp_path, capsys):
     nodes = [line.split(":")[0] for line in out.splitlines() if re.match(r"\d+ nodes?:", line)]
     assert nodes == ["1 node", "2 nodes"]
     assert load_plan(tmp_path / "plan.json").devices == 8
+
+
+def shown(show, *words):
+    text = StringIO()
+    show(*words, Console(file=text, width=80))
+    return text.getvalue()
+
+
+def test_every_cluster_is_one_short_line_without_its_sources():
+    lines = shown(print_clusters).splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in known_clusters():
+        assert sum(line.startswith(f"{name} ") for line in lines) == 1
+    assert "data sheet" not in "".join(lines)
+
+
+def test_one_cluster_tells_its_sources():
+    text = shown(print_cluster, "h200:4")
+    assert "h200:4: 4 x 8 NVIDIA H200" in text
+    assert "source: H200 data sheet" in text

@@ -1,4 +1,4 @@
-"""A batch in parts: what crosses nodes once a step, random rounding, and router noise."""
+"""A batch in parts: what crosses nodes once a step, and router noise."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def reduced(cfg, step=0):
 
 @functools.cache
 def first(cfg):
-    """A trainer, and the same weights whatever the seed of the rounding is."""
+    """A trainer, and the same weights whatever the seed is."""
     plain = dataclasses.replace(cfg, compression=CompressionConfig())
     plain = dataclasses.replace(plain, train=dataclasses.replace(cfg.train, seed=0))
     train_step = step_for(cfg)

@@ -5,7 +5,7 @@ the leading axes, so that the rows of an encoded [peers, n] can be sent to their
 between steps is one float32 array, so that it can travel through the backward pass as if it were a
 gradient.
 
-Each codec states its error. Ratios against bfloat16 count scales, indices and padding.
+Each codec states its error. Ratios against bfloat16 count scales and padding.
 """
 
 from dataclasses import dataclass
