@@ -81,16 +81,14 @@ def moe_ffn(
     with jax.named_scope("routing"):
         if route.trim:
             filled = needed(expert_NK, route, layout, num_experts=E)
-            held = jnp.array((*sizes.rows, sizes.expert_rows)[: len(filled)])
-            filled = jnp.minimum(filled, held)
+            filled = jnp.minimum(filled, jnp.array((*sizes.rows, sizes.expert_rows)[: len(filled)]))
     if sizes.certain:
         constants = Constants(expert_NK, frozen, filled=filled)
         y_ND = exchanges.on_route(route, sizes, operands, constants)
         return y_ND, Overflow(jnp.zeros(expert_NK.shape, bool), jnp.zeros((), jnp.int32))
     with jax.named_scope("routing"):
         fits = fitting(expert_NK, route, layout, sizes, num_experts=E)
-        # `fits.first_NK` contains all of `fits.all_NK`. A choice that only the first has keeps its
-        # slot in the first exchange; `kept_NK` masks its expert there, and it goes with the rest.
+        # The first contains all; a choice of the first alone is in the rest, masked by `kept_NK`.
         first_NK = jnp.where(fits.first_NK, expert_NK, E)
         # Kept for backward, which would ask other devices again for the choices that fit.
         rest_NK = checkpoint_name(jnp.where(fits.all_NK, E, expert_NK), PLACES)
@@ -112,7 +110,8 @@ class Constants(NamedTuple):
 
     expert_NK: jax.Array
     frozen: Weights
-    kept_NK: jax.Array | None = None  # see `plan_dispatch`
+    # Masks choices that have a slot of the first exchange and go no further: see `plan_dispatch`.
+    kept_NK: jax.Array | None = None
     filled: jax.Array | None = None  # see `DispatchPlan`
 
 
