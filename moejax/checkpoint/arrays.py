@@ -21,8 +21,8 @@ import tensorstore as ts
 
 from moejax.errors import RunError
 from moejax.hf.rules import Index
+from moejax.hf.views import Bounds
 
-Part = tuple[tuple[int, int], ...]  # start and stop along each dimension of an array
 CACHE_BYTES = 4 << 30  # for pieces that many tensors share, as in older checkpoints
 INDEX_BYTES = 100 << 20  # for the store's index; Orbax's own limit
 FILE_BYTES = 128 << 20  # about; digests of several files are computed in parallel
@@ -68,7 +68,7 @@ class NewArray:
             sizes[largest] = -(-sizes[largest] // 2)
         return tuple(sizes)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Bounds]:
         """Yields where each piece is: start and stop along each dimension."""
         ranges = [
             [(at, min(at + step, size)) for at in range(0, size, step)]
@@ -76,7 +76,7 @@ class NewArray:
         ]
         yield from product(*ranges)
 
-    def digest(self, part: Part, values: np.ndarray) -> int:
+    def digest(self, part: Bounds, values: np.ndarray) -> int:
         """Returns the SHA-256 of one piece: of its array, its place and its numbers."""
         place = json.dumps([self.key, self.shape, self.dtype, part], separators=(",", ":"))
         found = hashlib.sha256(place.encode())
@@ -121,7 +121,7 @@ class PieceWriter:
         spec = ts.Spec(self._spec(array))
         ts.open(spec, create=True, context=self._context, transaction=self._transaction).result()
 
-    def write(self, array: NewArray, part: Part, values: np.ndarray) -> None:
+    def write(self, array: NewArray, part: Bounds, values: np.ndarray) -> None:
         """Writes a piece, maybe later: its values must not change."""
         opened = ts.open(
             ts.Spec(self._spec(array)),

@@ -1,8 +1,8 @@
 """Checkpoints that are verified before they are trusted.
 
-Orbax writes shards asynchronously and commits by renaming, but a flipped bit restores silently. So
-after each commit a thread writes a manifest with the size and SHA-256 of every file and with
-digests of the numbers as they were on the devices, last and atomically (`commit`); a step
+Orbax writes shards asynchronously and renames the whole step, but a flipped bit restores silently.
+So a thread then commits the step (`commit`): last and atomically it writes a manifest with the size
+and SHA-256 of every file and with digests of the numbers as they were on the devices; a step
 without a manifest was never finished. A restore takes the newest step whose files match, and
 `restore` compares the numbers. Format: docs/formats/checkpoint.md.
 """
@@ -56,6 +56,8 @@ class OtherProcessError(Exception):
 
 def commit(step: Path, facts: Mapping[str, Any], sums: DeviceSums, processes: Processes) -> None:
     """Writes the manifest of a step whose files are all there. All processes call it.
+
+    Orbax's own commit, which renames the step's directory, comes before it.
 
     Args:
       step: its directory.
@@ -199,7 +201,7 @@ class Checkpoints:
             self.copies.start(self.directory)
         return step
 
-    def settle(self) -> int | None:
+    def wait_with_copies(self) -> int | None:
         """Waits as `wait` does, and for copies, so that finished steps may be renamed."""
         step = self.wait()
         if self.copies is not None:
@@ -237,7 +239,7 @@ class Checkpoints:
     def _naming_full_disk(self, step: int) -> Iterator[None]:
         """Turns errors of a full disk, or one that became read-only, into one line.
 
-        Removes a step without a manifest. `close` removes steps that Orbax has not committed, or
+        Removes a step without a manifest. `close` removes steps that Orbax has not renamed, or
         else the next start, because its threads may still write there.
 
         Raises:
@@ -248,9 +250,9 @@ class Checkpoints:
                 yield
         except StorageFullError:
             self._full = True
-            committed = self.directory / str(step)
-            if self._first and not (committed / MANIFEST).is_file():
-                shutil.rmtree(committed, ignore_errors=True)
+            renamed = self.directory / str(step)
+            if self._first and not (renamed / MANIFEST).is_file():
+                shutil.rmtree(renamed, ignore_errors=True)
             raise
 
     def _finish(
@@ -260,11 +262,11 @@ class Checkpoints:
         shapes: Mapping[str, tuple[int, ...]],
         sums: DeviceSums,
     ) -> int:
-        """After the commit: writes digests and the manifest, then removes old steps."""
+        """After Orbax: commits the step (digests and manifest), then removes old steps."""
         path = self.directory / str(step)
         with self._naming_full_disk(step):
             try:
-                # Returns when every process has written its files.
+                # Returns when every process has written its files and Orbax has renamed the step.
                 self._manager.wait_until_finished()
                 if self._first:
                     check_written(path, shapes)

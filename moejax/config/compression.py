@@ -91,31 +91,31 @@ class Compression:
     """The codecs of a run.
 
     Attributes:
-      stages: (first step, codecs); the first stage starts at step 0.
+      stretches: (first step, codecs) of each stretch of steps; the first starts at step 0.
       start_layer: number of first blocks whose gradients are not compressed.
     """
 
-    stages: tuple[tuple[int, Codecs], ...] = ((0, NO_CODECS),)
+    stretches: tuple[tuple[int, Codecs], ...] = ((0, NO_CODECS),)
     start_layer: int = 0
 
     def all_of(self, kind: str) -> list[CodecSpec]:
         """Returns every codec that a class takes at some step."""
-        codecs_of_kind = [getattr(codecs, kind) for _, codecs in self.stages]
+        codecs_of_kind = [getattr(codecs, kind) for _, codecs in self.stretches]
         return [spec for spec in codecs_of_kind if spec is not None]
 
     def at(self, step: int) -> Codecs:
         """Returns the codecs of a step, counted from zero."""
-        return [codecs for start, codecs in self.stages if start <= step][-1]
+        return [codecs for start, codecs in self.stretches if start <= step][-1]
 
     def without(self, kinds: Iterable[str]) -> "Compression":
         """Returns the same codecs, but none for the given classes."""
         none = dict.fromkeys(kinds)
-        stages = tuple(
-            (start, dataclasses.replace(codecs, **none)) for start, codecs in self.stages
+        stretches = tuple(
+            (start, dataclasses.replace(codecs, **none)) for start, codecs in self.stretches
         )
-        if all(codecs == NO_CODECS for _, codecs in stages):
+        if all(codecs == NO_CODECS for _, codecs in stretches):
             return NO_COMPRESSION
-        return dataclasses.replace(self, stages=stages)
+        return dataclasses.replace(self, stretches=stretches)
 
     def with_kernels(self, kernel: str, rows_kernel: str) -> "Compression":
         """Returns the same codecs with other implementations; see `CodecSpec`."""
@@ -125,11 +125,11 @@ class Compression:
                 return None
             return dataclasses.replace(spec, kernel=kernel, rows_kernel=rows_kernel)
 
-        stages = tuple(
+        stretches = tuple(
             (start, Codecs(**{kind: changed(spec) for kind, spec in vars(codecs).items()}))
-            for start, codecs in self.stages
+            for start, codecs in self.stretches
         )
-        return dataclasses.replace(self, stages=stages)
+        return dataclasses.replace(self, stretches=stretches)
 
 
 NO_COMPRESSION = Compression()
@@ -147,16 +147,16 @@ def build_compression(cfg: CompressionConfig) -> Compression:
         text = PRESETS[cfg.preset].get(entry.name, "none") if text == "preset" else text
         schedules[entry.name] = _read_schedule(entry.name, text, cfg)
     starts = sorted({start for schedule in schedules.values() for start in schedule})
-    stages = []
+    stretches = []
     for now in starts:
         latest = {
             kind: schedule[max(start for start in schedule if start <= now)]
             for kind, schedule in schedules.items()
         }
-        stages.append((now, Codecs(**latest)))
-    if all(codecs == NO_CODECS for _, codecs in stages):
+        stretches.append((now, Codecs(**latest)))
+    if all(codecs == NO_CODECS for _, codecs in stretches):
         return NO_COMPRESSION
-    return Compression(tuple(stages), cfg.start_layer)
+    return Compression(tuple(stretches), cfg.start_layer)
 
 
 def without_removed_codecs(text: str) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 
-from moejax.checkpoint.arrays import NewArray, Part, PieceWriter, store_of
+from moejax.checkpoint.arrays import NewArray, PieceWriter, store_of
 from moejax.checkpoint.disk_space import naming_full_disk, quiet_about_full_disks
 from moejax.checkpoint.manifest import digest_of_pieces
 from moejax.checkpoint.writer import save_written
@@ -42,6 +42,7 @@ from moejax.hf.load import LoadPlan, plan_load, read_bounds
 from moejax.hf.model import describe_anywhere
 from moejax.hf.origin import ORIGIN, copy_small_files, small_files
 from moejax.hf.reader import Folder
+from moejax.hf.views import Bounds
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.screen import screen
@@ -51,7 +52,7 @@ LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already
 HELD = 2  # a piece, and at most as many bytes of the tensors that it is read from
 # Returns a part of an array: its bounds, and its dtype. Several threads call it.
-ReadPiece = Callable[[Part, Any], np.ndarray]
+ReadPiece = Callable[[Bounds, Any], np.ndarray]
 
 
 def import_folder(
@@ -132,8 +133,8 @@ def _write_checkpoint(
 ) -> None:
     """Writes the weights as step 0, each process some of their pieces."""
     quiet_about_full_disks()
-    weights, stores = new_arrays(cfg, dtype), beside / "stores"
-    sources = {array: partial(read_bounds, plan, folder, path) for path, array in weights.items()}
+    arrays, stores = new_arrays(cfg, dtype), beside / "stores"
+    sources = {array: partial(read_bounds, plan, folder, path) for path, array in arrays.items()}
     text = f"reading {decimal(folder.total_bytes)} from {folder.path}"
     total = sum(math.prod(array.shape) for array in sources) // processes.count
     with naming_full_disk(beside, 0):
@@ -193,12 +194,12 @@ def write_pieces(
       the sum of the digests of these pieces.
     """
 
-    def read(piece: tuple[NewArray, Part]) -> tuple[NewArray, Part, np.ndarray, int]:
+    def read(piece: tuple[NewArray, Bounds]) -> tuple[NewArray, Bounds, np.ndarray, int]:
         array, part = piece
         values = sources[array](part, array.dtype)
         return array, part, values, array.digest(part, values)
 
-    def held_bytes(piece: tuple[NewArray, Part]) -> int:
+    def held_bytes(piece: tuple[NewArray, Bounds]) -> int:
         array, part = piece
         elements = math.prod(stop - start for start, stop in part)
         return HELD * elements * np.dtype(array.dtype).itemsize

@@ -24,7 +24,7 @@ from moejax.hf.families.family import Family
 from moejax.hf.families.tensors import AHEAD_COPIES
 from moejax.hf.reader import Folder
 from moejax.hf.rules import PREDICT_AHEAD, Index, Parameter, Tensor, tensors_of
-from moejax.hf.views import Box, Range
+from moejax.hf.views import Bounds, Box
 from moejax.step.model import ModelDef
 from moejax.step.state import Tree, flat
 
@@ -83,6 +83,7 @@ def plan_load(folder: Folder, model: ModelDef, params: Tree, router_bias: Tree) 
     parameters = parameters_of(model, params, router_bias)
     zeros = without_rule(family, parameters)
     held = {path: p for path, p in parameters.items() if path not in zeros}
+    # Of the forms in which files of the family hold experts, the one with most tensors there.
     forms = [tensors_of((*family.rules, *form), held, cfg.model) for form in family.experts]
     tensors = max(forms, key=lambda form: sum(t.name in folder.weights for t in form))
     _check_tensors(folder, tensors)
@@ -212,7 +213,7 @@ def read_bounds(
     plan: LoadPlan,
     folder: Folder,
     path: str,
-    bounds: tuple[Range, ...],
+    bounds: Bounds,
     dtype: Any,
     run: Callable[..., Iterator[None]] = map,
 ) -> np.ndarray:

@@ -24,7 +24,7 @@ BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
 PREDICT_AHEAD = "predict_ahead."  # prefix of its parameters' paths
 AHEAD = re.compile(r"(?P<stack>predict_ahead\.group\.blocks\.0\.)(?P<own>.+)")
 
-Index = tuple[int | slice, ...]  # positions in an array, and whole dimensions
+Index = tuple[int | slice, ...]  # positions in an array, and whole dimensions; see `hf.views.Box`
 # Returns a part of a parameter or selection bias, given its path and an index. Dimensions without
 # an entry in the index are whole. Several threads call it.
 ReadPart = Callable[[str, Index], np.ndarray]

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 Range = tuple[int, int]  # first and last + 1
+# A region of an array has one of three forms: `Bounds`, `Box`, and `hf.rules.Index`.
+Bounds = tuple[Range, ...]  # along each dimension
 Box = dict[str, Range]  # the part of a parameter that is wanted, by letter
-Read = Callable[[tuple[Range, ...]], np.ndarray]  # reads a part of a tensor
+Read = Callable[[Bounds], np.ndarray]  # reads a part of a tensor
 TILE = 128  # rows and columns that are transposed together
 
 

@@ -112,7 +112,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
             plain=model.clamp is None and not cfg.moe.expert_bias,
         )
     policy = build_compression(cfg.compression)
-    specs = [spec for _, codecs in policy.stages for spec in vars(codecs).values() if spec]
+    specs = [spec for _, codecs in policy.stretches for spec in vars(codecs).values() if spec]
     if specs:
         choices["quantize"] = select_quantize(hardware, block=cfg.compression.block)
     tokens = {kind: {spec.name for spec in policy.all_of(kind)} for kind in TOKENS}

@@ -61,7 +61,7 @@ def moe_ffn(
     moe: MoEConfig,
     spec: StepSpec,
     *,
-    limit: float | None = None,
+    clamp: float | None = None,
 ) -> tuple[Float[Array, "N D"], Overflow]:
     """Returns each token's expert outputs, summed by weight, and the overflow.
 
@@ -72,44 +72,47 @@ def moe_ffn(
 
     Args:
       weights: weights of the experts on this device.
-      limit: limit of the experts' clamped SwiGLU; None for SwiGLU.
+      clamp: limit of the experts' clamped SwiGLU; None for SwiGLU.
     """
     layout, route, E = spec.layout, spec.route, moe.num_experts
     trained, frozen = _with_bias_once(weights, layout).split()
     operands, sizes = (x_ND, weight_NK, trained), usual_sizes(route, layout, moe, tokens=len(x_ND))
-    layer, need = _Layer(moe, spec, limit), None
+    exchanges, filled = _Exchanges(moe, spec, clamp), None
     with jax.named_scope("routing"):
         if route.trim:
-            need = needed(expert_NK, route, layout, num_experts=E)
-            need = jnp.minimum(need, jnp.array((*sizes.rows, sizes.expert_rows)[: len(need)]))
+            filled = needed(expert_NK, route, layout, num_experts=E)
+            filled = jnp.minimum(filled, jnp.array((*sizes.rows, sizes.expert_rows)[: len(filled)]))
     if sizes.certain:
-        y_ND = layer.on_route(route, sizes, operands, Others(expert_NK, frozen, filled=need))
+        constants = Constants(expert_NK, frozen, filled=filled)
+        y_ND = exchanges.on_route(route, sizes, operands, constants)
         return y_ND, Overflow(jnp.zeros(expert_NK.shape, bool), jnp.zeros((), jnp.int32))
     with jax.named_scope("routing"):
         fits = fitting(expert_NK, route, layout, sizes, num_experts=E)
+        # The first contains all; a choice of the first alone is in the rest, masked by `kept_NK`.
         first_NK = jnp.where(fits.first_NK, expert_NK, E)
         # Kept for backward, which would ask other devices again for the choices that fit.
         rest_NK = checkpoint_name(jnp.where(fits.all_NK, E, expert_NK), PLACES)
-        count = checkpoint_name(layer.count_rounds(rest_NK), PLACES)
+        count = checkpoint_name(exchanges.count_rounds(rest_NK), PLACES)
     kept_NK = fits.all_NK if route.merges or len(route.exchanges) > 1 else None
 
-    def run_usual(operands: Any, integers: tuple[Others, Others]) -> jax.Array:
-        return layer.on_route(route, sizes, operands, integers[0])
+    def run_usual(operands: Any, constants: tuple[Constants, Constants]) -> jax.Array:
+        return exchanges.on_route(route, sizes, operands, constants[0])
 
-    def run_round(r: jax.Array, operands: Any, integers: tuple[Others, Others]) -> jax.Array:
-        return layer.run_round(r, operands, integers[1])
+    def run_round(r: jax.Array, operands: Any, constants: tuple[Constants, Constants]) -> jax.Array:
+        return exchanges.run_round(r, operands, constants[1])
 
-    both = Others(first_NK, frozen, kept_NK, need), Others(rest_NK, frozen)
+    both = Constants(first_NK, frozen, kept_NK, filled), Constants(rest_NK, frozen)
     return with_rounds(run_usual, run_round, count, operands, both), Overflow(rest_NK < E, count)
 
 
-class Others(NamedTuple):
-    """Arguments of a layer's exchange that have no gradient."""
+class Constants(NamedTuple):
+    """Arguments of a layer's exchange that have no gradient: routing, and frozen weights."""
 
     expert_NK: jax.Array
     frozen: Weights
-    kept_NK: jax.Array | None = None  # see `plan_dispatch`
-    filled: jax.Array | None = None
+    # Masks choices that have a slot of the first exchange and go no further: see `plan_dispatch`.
+    kept_NK: jax.Array | None = None
+    filled: jax.Array | None = None  # see `DispatchPlan`
 
 
 def _with_bias_once(weights: Weights, layout: Layout) -> Weights:
@@ -120,33 +123,33 @@ def _with_bias_once(weights: Weights, layout: Layout) -> Weights:
     return weights._replace(b_out=jnp.where(wire.index(layout.tensor) == 0, weights.b_out, 0))
 
 
-class _Layer(NamedTuple):
+class _Exchanges(NamedTuple):
     """A layer's exchanges: on its route, and in overflow rounds on the plain form of its route."""
 
     moe: MoEConfig
     spec: StepSpec
-    limit: float | None
+    clamp: float | None
 
     def on_route(
         self,
         route: Route,
         sizes: Sizes,
         operands: tuple[jax.Array, jax.Array, Weights],
-        others: Others,
+        constants: Constants,
     ) -> jax.Array:
         """Dispatch, experts and combine along one route whose buckets hold all choices."""
-        (x_ND, weight_NK, trained), frozen, spec = operands, others.frozen, self.spec
+        (x_ND, weight_NK, trained), frozen, spec = operands, constants.frozen, self.spec
         here = trained.joined(frozen).w_in.shape[0]
-        experts = _experts(route, sizes, experts_here=here, kernel=spec.experts, limit=self.limit)
+        experts = _experts(route, sizes, experts_here=here, kernel=spec.experts, clamp=self.clamp)
         with jax.named_scope("dispatch"):
             plan = plan_dispatch(
-                others.expert_NK,
+                constants.expert_NK,
                 route,
                 spec.layout,
                 num_experts=self.moe.num_experts,
                 rows=sizes.rows,
-                kept_NK=others.kept_NK,
-                filled=others.filled,
+                kept_NK=constants.kept_NK,
+                filled=constants.filled,
             )
         settings = route, spec.layout, experts, spec.barriers
         return dispatch_compute_combine(*settings, x_ND, weight_NK, trained, frozen, plan)
@@ -164,54 +167,54 @@ class _Layer(NamedTuple):
         fullest = wire.all_max(jnp.max(ranked.counts_P), self.spec.layout.mesh_axes)
         return -(-fullest // sizes.rows[0])
 
-    def run_round(self, r: jax.Array, operands: Any, others: Others) -> jax.Array:
+    def run_round(self, r: jax.Array, operands: Any, constants: Constants) -> jax.Array:
         """Dispatch, experts and combine of round r."""
         if not self.spec.rounds:
-            return _reading_all(operands, others)
+            return _reading_all(operands, constants)
         # In each round anew: kept for backward, the ranks would be kept of usual steps too.
-        route, sizes, ranked = self._rounds(others.expert_NK)
+        route, sizes, ranked = self._rounds(constants.expert_NK)
         mine_NK = ranked.rank_MK // sizes.rows[0] == r
-        now_NK = jnp.where(mine_NK, others.expert_NK, self.moe.num_experts)
-        return self.on_route(route, sizes, operands, others._replace(expert_NK=now_NK))
+        now_NK = jnp.where(mine_NK, constants.expert_NK, self.moe.num_experts)
+        return self.on_route(route, sizes, operands, constants._replace(expert_NK=now_NK))
 
 
-def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], others: Others) -> jax.Array:
+def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], constants: Constants) -> jax.Array:
     """Replaces a round that is not traced: its backward reads the arrays of a round's backward."""
     x_ND, *read = operands
-    leaves = jax.tree.leaves((read, others))
+    leaves = jax.tree.leaves((read, constants))
     return x_ND * sum(map(jnp.sum, leaves), jnp.zeros(())).astype(x_ND.dtype)
 
 
 def _experts(
-    route: Route, sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None
+    route: Route, sizes: Sizes, *, experts_here: int, kernel: str, clamp: float | None
 ) -> Experts:
     """Returns the computation of this device's experts on arrived rows.
 
     Results are weighted here where rows merge or do not travel. Elsewhere each row has one choice,
     and its weight is one, for its gradient alone.
     """
-    weighs = route.merges or not route.exchanges
+    weighted_here = route.merges or not route.exchanges
 
     def order(choice_MK):
         with jax.named_scope("experts"):
             R = choice_MK.shape[0] // sizes.arriving * sizes.expert_rows
             (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
             schedule = schedule_experts(sizes_e, R) if kernel == "mosaic" else None
-            return slot_MK if weighs else slot_MK[:, 0], item_R, sizes_e, schedule
+            return slot_MK if weighted_here else slot_MK[:, 0], item_R, sizes_e, schedule
 
     def compute(x_MD, weight_MK, ordered, trained, frozen, sums=None):
         weights = trained.joined(frozen)
         (slot_CM, item_CR, sizes_Ce, schedule_C), chunk = ordered
         slot_MK, item_R, one_R1 = slot_CM[chunk], item_CR[chunk], None
         with jax.named_scope("experts"):
-            if weighs:
+            if weighted_here:
                 x_RD = permute(x_MD, item_R // slot_MK.shape[1], slot_MK)
             else:
                 x_RD = take_rows(x_MD, item_CR, slot_CM, chunk)
                 x_RD = checkpoint_name(x_RD, wire.TOKEN_WIRE)
                 if weight_MK is not None:
                     one_R1 = take_rows(weight_MK, item_CR, slot_CM, chunk)
-            options = {"limit": limit, "one_M1": one_R1}
+            options = {"limit": clamp, "one_M1": one_R1}
             if sums is not None:
                 options["met"] = _experts_met(x_RD.shape[0], route, sizes, experts_here)
                 y_RD, sums = expert_mlp_adding(x_RD, weights, sums, sizes_Ce[chunk], **options)
@@ -227,7 +230,7 @@ def _experts(
                     schedule=None if schedule_C is None else (schedule_C, chunk),
                     **options,
                 )
-            if not weighs:
+            if not weighted_here:
                 return take_rows(y_RD, slot_CM, item_CR, chunk), sums
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R), sums
 

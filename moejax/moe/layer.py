@@ -81,6 +81,7 @@ class MoEWeights(NamedTuple):
 
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
+    """Returns a gathered weight and the factors of its adapter, or None, apart."""
     return (w.weight, Factors(*w.adapter)) if isinstance(w, AdaptedWeight) else (w, None)
 
 
@@ -134,7 +135,7 @@ class MoE(nnx.Module):
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
         y_ND, overflow = moe_ffn(
-            x_ND, routing.weight_NK, expert_NK, weights.experts, moe, self.spec, limit=self.clamp
+            x_ND, routing.weight_NK, expert_NK, weights.experts, moe, self.spec, clamp=self.clamp
         )
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:

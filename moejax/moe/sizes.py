@@ -96,7 +96,7 @@ def _reach(E: int, K: int, groups: int) -> float:
 class Fits(NamedTuple):
     """Choices that the buckets of a route hold."""
 
-    first_NK: Bool[Array, "N K"]  # held by the first exchange
+    first_NK: Bool[Array, "N K"]  # held by the first exchange; contains all of `all_NK`
     all_NK: Bool[Array, "N K"]  # held by all exchanges, and by the experts' buffers
 
 
@@ -143,9 +143,10 @@ def fitting(
 def needed(
     expert_NK: Int[Array, "N K"], route: Route, layout: Layout, *, num_experts: int
 ) -> Int[Array, " X"]:
-    """The rows that this routing needs: `Sizes.rows`, and `Sizes.expert_rows` if rows merge.
+    """The rows that this routing fills: of `Sizes.rows`, and of `Sizes.expert_rows` if rows merge.
 
-    The maximum over all parts, peers and devices. Wire: a few integers a peer, and their maximum.
+    It is `DispatchPlan.filled` before sizes limit it: a maximum over all parts, peers and devices.
+    Wire: a few integers a peer, and their maximum.
     """
     parts, needs, part_NK = route.parts, [], jnp.zeros_like(expert_NK)
     for hop, owners, axes in _stops(route, layout):

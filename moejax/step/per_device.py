@@ -30,7 +30,7 @@ from moejax.step.full_batch import (
 from moejax.step.loss import AheadTargets, LossParts, next_token_loss
 from moejax.step.model import ModelDef, layouts_of
 from moejax.step.optimizer import Optimizer, square_share
-from moejax.step.pipeline import ticks as stages
+from moejax.step.pipeline import ticks
 from moejax.step.state import Batch, Metrics, TrainState, Tree
 
 
@@ -88,7 +88,7 @@ def sum_shares(
 
 def gradients_of(model: ModelDef, state: TrainState, batch: Batch) -> tuple[Tree, LossParts, Tree]:
     """Returns gradients, loss parts and codec state, with or without pipeline stages."""
-    of = stages.loss_gradients if model.layout.stage else loss_gradients
+    of = ticks.loss_gradients if model.layout.stage else loss_gradients
     return of(model, state, batch)
 
 

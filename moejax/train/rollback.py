@@ -50,7 +50,7 @@ def go_back(run: Run, bad: BadSteps) -> TrainState:
       DivergedError: if no state from before is intact, or the data would end too early.
     """
     run.watch.enter("restore", run.watch.now[0].step)  # one more step may be running
-    run.record_saved(run.checkpoints.settle())
+    run.record_saved(run.checkpoints.wait_with_copies())
     try:
         state, run.recent = _state_before(run, bad)
         step = int(state.step)

@@ -218,6 +218,7 @@ def between_saves(run: Run, step: int, state: TrainState, *, suspicious: bool) -
 def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint after the previous one is complete."""
     with run.watch.during("save", step):
+        # `Checkpoints.save` waits too, for callers that do not, but does not say what was finished.
         run.record_saved(run.checkpoints.wait())
         compare(run, step, state)
         run.records.event("save", step)

@@ -12,7 +12,7 @@ def build(**settings):
 
 def only(**settings):
     """The codecs of a policy that never changes."""
-    ((start, codecs),) = build(**settings).stages
+    ((start, codecs),) = build(**settings).stretches
     assert start == 0
     return codecs
 
@@ -80,7 +80,7 @@ def test_what_remembers_serves_gradients_only(kind, text):
 
 def test_stages_start_where_any_class_changes():
     policy = build(dense_gradient="none,int8@10", dispatch="int4,int8@5,bfloat16@20")
-    found = [(start, str(c.dense_gradient), str(c.dispatch)) for start, c in policy.stages]
+    found = [(start, str(c.dense_gradient), str(c.dispatch)) for start, c in policy.stretches]
     assert found == [
         (0, "None", "int4"),
         (5, "None", "int8"),

@@ -217,7 +217,7 @@ def test_a_run_that_cannot_go_back_has_diverged_and_writes_nothing(tmp_path, mon
     run = SimpleNamespace(
         watch=Watch(),
         record_saved=told.append,
-        checkpoints=SimpleNamespace(settle=lambda: "settled"),
+        checkpoints=SimpleNamespace(wait_with_copies=lambda: "settled"),
         inputs=SimpleNamespace(skipped=(), check_enough=check_enough),
         records=SimpleNamespace(event=lambda *event: told.append(event)),
         cfg=SimpleNamespace(run_dir=str(tmp_path)),

@@ -12,8 +12,7 @@ chunks.
 Passes and micro-batches plan the same sizes again and again, so the functions are jitted, to be
 traced once; `inline` leaves no call in the program.
 
-Letters: M rows, K choices a row, A = M * K assignments, P peers, I parts of a bucket, J slots of
-one part, S = I * P * J slots, k choices in a slot (K if merged, else 1), G groups.
+Letters: those of `comm.tokens`.
 """
 
 from functools import partial
@@ -138,9 +137,9 @@ def order_items(
     ranked = rank_items(group_MK, peers=groups, merge=False)
     has_slot_MK = (group_MK < groups) & (ranked.place_MK < rows)
     slot_MK = jnp.where(has_slot_MK, ranked.place_MK, rows)
-    place_R = jnp.arange(rows, dtype=jnp.int32)
-    item_R = jnp.where(place_R < ranked.start_P[-1], _at(ranked.order_A, place_R), group_MK.size)
-    return SlotMap(slot_MK, item_R), ranked.counts_P
+    place_S = jnp.arange(rows, dtype=jnp.int32)
+    item_S = jnp.where(place_S < ranked.start_P[-1], _at(ranked.order_A, place_S), group_MK.size)
+    return SlotMap(slot_MK, item_S), ranked.counts_P
 
 
 def _at(x_A: jax.Array, index: jax.Array) -> jax.Array:

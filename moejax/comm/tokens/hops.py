@@ -5,8 +5,7 @@ backward: gradients of results are dispatched, gradients of rows are combined. O
 `dispatch_hop` gathers tokens straight into send buckets and encodes them in the same pass
 (`comm.tokens.rows`); `combine_at_source` decodes the results that came back and sums them by token.
 
-Letters: N tokens, D width, K choices a token or row, P peers, I parts of a bucket, J slots of one
-part for one peer, S = P * J slots of a part, A = I * S slots at the source, M rows of a part.
+Letters: those of `comm.tokens`.
 """
 
 from functools import partial
@@ -60,9 +59,9 @@ def dispatch_hop(
         if hop.kind == "all_to_all" and hop_index == 0:
             return _leave_source(rows, plan, route, layout, gradient=gradient)
         if hop.kind == "all_to_all":
-            slot_IMK, item_IS = plan.slot_maps[hop_index]
-            row_IS = item_IS // slot_IMK.shape[-1]
-            rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IS), rows)
+            slot_IMK, item_IQ = plan.slot_maps[hop_index]
+            row_IQ = item_IQ // slot_IMK.shape[-1]
+            rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IQ), rows)
         move = partial(send, hop=hop, layout=layout, gradient=gradient, filled=filled)
         return jax.tree.map(move, rows)
 
@@ -71,17 +70,17 @@ def _leave_source(
     tokens: Rows, plan: DispatchPlan, route: Route, layout: Layout, *, gradient: bool
 ) -> Rows:
     """Fills send buckets with encoded tokens, exchanges them over hop 0, decodes what arrives."""
-    hop, (slot_NK, item_IS), filled = route.hops[0], plan.slot_maps[0], _filled(plan, 0)
+    hop, (slot_NK, item_IQ), filled = route.hops[0], plan.slot_maps[0], _filled(plan, 0)
     (x_ND, weight_NK), K = tokens, slot_NK.shape[1]
     codec = build_plain_codec(hop.codecs.combine_backward if gradient else hop.codecs.dispatch)
-    item_PIJ = by_peer(item_IS, hop.peers(layout))
+    item_PIJ = by_peer(item_IQ, hop.peers(layout))
     weighted = gradient and not route.merges
     weight_PIJ = weight_at(weight_NK, item_PIJ) if weighted else None
     payload = encode_rows(codec, x_ND, item_PIJ // K, weight_PIJ)
     arrived = decode(codec, swap_encoded(payload, hop, filled, codec), x_ND.shape[1], x_ND.dtype)
     weight_IMK = None
     if route.merges and not gradient:
-        weight_IMK = send(rows_at(weight_NK, item_IS // K), hop, layout, filled=filled)
+        weight_IMK = send(rows_at(weight_NK, item_IQ // K), hop, layout, filled=filled)
     return Rows(by_part(arrived), weight_IMK)
 
 
@@ -107,7 +106,7 @@ def combine_hop(
         results = jax.tree.map(move, results)
         if hop.kind == "all_to_all":
             slot_IMK = plan.slot_maps[hop_index].slot_MK
-            results = jax.tree.map(lambda y_ISD: jax.vmap(sum_rows)(y_ISD, slot_IMK), results)
+            results = jax.tree.map(lambda y_IQD: jax.vmap(sum_rows)(y_IQD, slot_IMK), results)
         return results
 
 
@@ -129,10 +128,10 @@ def combine_at_source(
     """
     slot_map, D = plan.source, like.shape[1]
     with jax.named_scope("dispatch_backward" if gradient else "combine"):
-        x_A, weight_AK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
+        x_S, weight_SK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
         codec = _codec_back(route.hops[0], gradient)
-        x_ND = sum_encoded(codec, x_A, weight_NK, slot_map, D, like.dtype)
-        return Rows(x_ND, jax.tree.map(lambda w_AK: sum_rows(w_AK, slot_map.slot_MK), weight_AK))
+        x_ND = sum_encoded(codec, x_S, weight_NK, slot_map, D, like.dtype)
+        return Rows(x_ND, jax.tree.map(lambda w_SK: sum_rows(w_SK, slot_map.slot_MK), weight_SK))
 
 
 def return_dots(

@@ -5,8 +5,10 @@ i - 1 is combined. Backward is the same pipeline: gradients of results are dispa
 rows are combined, with the experts' backward between them and its own number of chunks. It uses
 the rows that arrived in forward and does not send them again.
 
-Letters: N tokens, D width, K choices a token or row, I parts of a bucket, M rows of a part (all
-peers), R rows of a chunk: experts see the parts of a chunk joined.
+A chunk goes through operations in order: the hops of dispatch, the experts, the hops of combine.
+Pipeline stages, which hold layers, are in `step.pipeline`.
+
+Letters: those of `comm.tokens`.
 """
 
 import functools
@@ -26,8 +28,8 @@ from moejax.kernels.kept import PLACES
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route
 
-# (number of a chunk, output of the previous stage) -> output of this stage.
-Stage = Callable[[int, Any], Any]
+# (number of a chunk, output of the previous operation) -> output of this operation.
+Operation = Callable[[int, Any], Any]
 
 
 class Experts(NamedTuple):
@@ -48,29 +50,29 @@ class Experts(NamedTuple):
     adds_up: bool
 
 
-def run_stages(
-    stages: Mapping[int, Stage],
+def run_operations(
+    operations: Mapping[int, Operation],
     chunks: Sequence[Any],
     *,
     barriers: bool,
     accumulated: dict[str, Any],
 ) -> list[Any]:
-    """Takes each chunk through the stages, one stage behind the previous chunk.
+    """Takes each chunk through the operations, one operation behind the previous chunk.
 
     Args:
-      stages: by their place, from 0, in the order in which a step runs them.
+      operations: by their place, from 0, in the order in which a step runs them.
       barriers: puts an optimization barrier after each step. A compiler that orders the program
-        statically then keeps the stages of a step side by side. A runtime that starts whatever is
-        ready needs none.
-      accumulated: values that stages collect for the caller; barriers tie them to their step.
+        statically then keeps the operations of a step side by side. A runtime that starts whatever
+        is ready needs none.
+      accumulated: values that operations collect for the caller; barriers tie them to their step.
     """
     in_flight = dict(enumerate(chunks))
-    for step in range(len(chunks) + len(stages) - 1):
+    for step in range(len(chunks) + len(operations) - 1):
         moved = {}
-        for index, stage in stages.items():
+        for index, operation in operations.items():
             number = step - index
             if 0 <= number < len(chunks):
-                moved[number] = stage(number, in_flight[number])
+                moved[number] = operation(number, in_flight[number])
         if barriers and len(moved) > 1:
             moved, tied = lax.optimization_barrier((moved, accumulated))
             accumulated.update(tied)
@@ -94,7 +96,7 @@ def dispatch_compute_combine(
 
     Args:
       experts: this device's experts, applied to the rows that arrive.
-      barriers: see `run_stages`.
+      barriers: see `run_operations`.
       params: parameters of the experts; differentiated, as are tokens and weights.
       frozen: parameters of the experts that are not differentiated.
     """
@@ -109,7 +111,7 @@ def _forward(
     orders_C = _orders(experts, plan, chunks)
     for_backward: dict[int, Any] = {}
 
-    def expert_stage(number: int, arrived: Rows) -> Rows:
+    def expert_operation(number: int, arrived: Rows) -> Rows:
         # Tagged here, after the barrier, so that remat keeps the rows as the barrier returned them.
         arrived = _tag(arrived)
         if not gradients:
@@ -120,12 +122,12 @@ def _forward(
         for_backward[number] = vjp if chunks == route.chunks_backward else arrived
         return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
 
-    stages = _stages(route, layout, plan, expert_stage, chunks, barriers=barriers)
+    operations = _operations(route, layout, plan, expert_operation, chunks, barriers=barriers)
     start = _at_start(Rows(x_ND, weight_NK), plan)
     if not barriers:  # orders are there before rows travel, so that the experts start at once
         start, orders_C = lax.optimization_barrier((start, orders_C))
     # Tagged apart: joined they would be copied once more, only to be kept.
-    results = _tag(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={}))
+    results = _tag(run_operations(operations, [start] * chunks, barriers=barriers, accumulated={}))
     joined = _join(results)
     if plan.slot_maps:
         weights = None if route.merges else weight_NK
@@ -145,7 +147,7 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
     accumulated: dict[str, Any] = {"params": [_sums(params)] if experts.adds_up else []}
     dots: dict[int, jax.Array] = {}
 
-    def expert_stage(number: int, gradient: Rows) -> Rows:
+    def expert_operation(number: int, gradient: Rows) -> Rows:
         vjp = for_backward[number]
         if chunks != route.chunks:
             order = orders_C, number
@@ -159,9 +161,13 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
             dots[number], rows = rows.weight, rows._replace(weight=None)
         return rows
 
-    stages = _stages(route, layout, plan, expert_stage, chunks, barriers=barriers, gradient=True)
+    operations = _operations(
+        route, layout, plan, expert_operation, chunks, barriers=barriers, gradient=True
+    )
     start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
-    drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
+    drows = _join(
+        run_operations(operations, [start] * chunks, barriers=barriers, accumulated=accumulated)
+    )
     dparams = jax.tree.map(_sum_chunks, *accumulated["params"])
     dparams = jax.tree.map(lambda g, p: g.astype(p.dtype), dparams, params)
     if plan.slot_maps:
@@ -191,7 +197,7 @@ def _sums(params: Any) -> Any:
 
 
 def _at_start(tokens: Rows, plan: DispatchPlan) -> Rows:
-    """The input of the first stage: all tokens; as one part [1, N, ...] if there is no exchange."""
+    """The first operation's input: all tokens; as one part [1, N, ...] if there is no exchange."""
     return tokens if plan.slot_maps else jax.tree.map(lambda x: x[None], tokens)
 
 
@@ -212,16 +218,16 @@ def _weight_gradient(
     return jnp.where(weight_NK == 0, 0, dots_NK / weight_NK)
 
 
-def _stages(
+def _operations(
     route: Route,
     layout: Layout,
     plan: DispatchPlan,
-    expert_stage: Stage,
+    expert_operation: Operation,
     chunks: int,
     *,
     barriers: bool,
     **flags: bool,
-) -> dict[int, Stage]:
+) -> dict[int, Operation]:
     """The hops of dispatch, the experts, the hops of combine: each may overlap the others.
 
     Without barriers collectives may run one after the other (`comm.cpu.gloo`). So in a step results
@@ -230,15 +236,15 @@ def _stages(
     """
     plans = _chunk_plans(plan, chunks)
 
-    def stage(move: Callable, hop_index: int) -> Stage:
+    def operation(move: Callable, hop_index: int) -> Operation:
         return lambda number, rows: move(rows, hop_index, plans[number], route, layout, **flags)
 
-    dispatch = [stage(dispatch_hop, hop_index) for hop_index in range(len(route.hops))]
-    combine = [stage(combine_hop, hop_index) for hop_index in reversed(range(len(route.hops)))]
-    stages = list(enumerate([*dispatch, expert_stage, *combine]))
+    dispatch = [operation(dispatch_hop, hop_index) for hop_index in range(len(route.hops))]
+    combine = [operation(combine_hop, hop_index) for hop_index in reversed(range(len(route.hops)))]
+    operations = list(enumerate([*dispatch, expert_operation, *combine]))
     if not barriers and route.hops and not layout.between_nodes(route.hops[-1].axes):
-        stages.reverse()
-    return dict(stages)
+        operations.reverse()
+    return dict(operations)
 
 
 def _chunk_plans(plan: DispatchPlan, chunks: int) -> list[DispatchPlan]:

@@ -1,8 +1,6 @@
 """Plans the dispatch: the slot of every row on every hop, and the experts each row is bound for.
 
-Only integers move here, ahead of the rows. Letters: N tokens, K choices a token or
-row, I parts of a bucket, M rows of a part (all peers), P peers, J slots of one part for one peer,
-X all-to-all hops.
+Only integers move here, ahead of the rows. Letters: those of `comm.tokens`.
 """
 
 from typing import NamedTuple

@@ -16,15 +16,15 @@ from jax import lax
 # Named scope of overflow rounds in the program.
 ROUNDS = "rounds"
 
-# (operands, integers) -> the result of the rows that fit.
+# (operands, constants) -> the result of the rows that fit.
 Usual = Callable[[Any, Any], jax.Array]
-# (number of the round, operands, integers) -> this round's share of the result.
+# (number of the round, operands, constants) -> this round's share of the result.
 Round = Callable[[jax.Array, Any, Any], jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_rounds(
-    run_usual: Usual, run_round: Round, count: jax.Array, operands: Any, integers: Any
+    run_usual: Usual, run_round: Round, count: jax.Array, operands: Any, constants: Any
 ) -> jax.Array:
     """Returns `run_usual(...)`, and added to it `run_round(r, ...)` for r < count, in that order.
 
@@ -32,39 +32,39 @@ def with_rounds(
     for backward: it repeats each round, with its communication.
 
     Args:
-      operands: differentiated; `integers` are not.
+      operands: differentiated; `constants` are not.
     """
-    y = run_usual(operands, integers)
-    return _add_rounds(run_round, count, y, operands, integers)
+    y = run_usual(operands, constants)
+    return _add_rounds(run_round, count, y, operands, constants)
 
 
 def _add_rounds(
-    run_round: Round, count: jax.Array, y: jax.Array, operands: Any, integers: Any
+    run_round: Round, count: jax.Array, y: jax.Array, operands: Any, constants: Any
 ) -> jax.Array:
-    def add(y: jax.Array, operands: Any, integers: Any) -> jax.Array:
+    def add(y: jax.Array, operands: Any, constants: Any) -> jax.Array:
         def one(r: jax.Array, total: jax.Array) -> jax.Array:
-            return total + run_round(r, operands, integers)
+            return total + run_round(r, operands, constants)
 
         with jax.named_scope(ROUNDS):
             total = lax.fori_loop(0, count, one, y.astype(jnp.float32))
         return total.astype(y.dtype)
 
-    return lax.cond(count > 0, add, lambda y, *_: y, y, operands, integers)
+    return lax.cond(count > 0, add, lambda y, *_: y, y, operands, constants)
 
 
-def _forward(run_usual, run_round, count, operands, integers):
-    y, pull = jax.vjp(lambda operands: run_usual(operands, integers), operands)
-    y = _add_rounds(run_round, count, y, operands, integers)
-    return y, (pull, count, operands, integers)
+def _forward(run_usual, run_round, count, operands, constants):
+    y, pull = jax.vjp(lambda operands: run_usual(operands, constants), operands)
+    y = _add_rounds(run_round, count, y, operands, constants)
+    return y, (pull, count, operands, constants)
 
 
 def _backward(run_usual, run_round, saved, gradient):
-    pull, count, operands, integers = saved
+    pull, count, operands, constants = saved
     (gradients,) = pull(gradient)
 
-    def add(gradients: Any, gradient: jax.Array, operands: Any, integers: Any) -> Any:
+    def add(gradients: Any, gradient: jax.Array, operands: Any, constants: Any) -> Any:
         def one(r: jax.Array, total: Any) -> Any:
-            vjp = jax.vjp(lambda operands: run_round(r, operands, integers), operands)[1]
+            vjp = jax.vjp(lambda operands: run_round(r, operands, constants), operands)[1]
             return jax.tree.map(jnp.add, total, vjp(gradient)[0])
 
         with jax.named_scope(ROUNDS):
@@ -72,7 +72,7 @@ def _backward(run_usual, run_round, saved, gradient):
             total = lax.fori_loop(0, count, one, wide)
         return jax.tree.map(lambda g, x: g.astype(x.dtype), total, gradients)
 
-    arguments = (gradients, gradient, operands, integers)
+    arguments = (gradients, gradient, operands, constants)
     return None, lax.cond(count > 0, add, lambda gradients, *_: gradients, *arguments), None
 
 

@@ -4,8 +4,7 @@ Per device; nothing here communicates. A codec with a fused kernel (`CodecSpec.r
 one pass over memory for both; otherwise `kernels.permute` and the codec run one after the other. A
 codec of None leaves rows as they are.
 
-Letters: N tokens, D width, K choices a token, S slots of all parts and peers (M in `kernels`).
-`SlotMap.slot_MK` is [N, K] here.
+Letters: those of `comm.tokens`; `kernels` call S rows M. `SlotMap.slot_MK` is [N, K] here.
 """
 
 from typing import TypeGuard

@@ -3,9 +3,8 @@
 Per device, inside shard_map. Buckets have a fixed number of rows, padded, because every
 backend's all-to-all supports static shapes.
 
-Letters: P peers, I parts of a bucket, J rows of one part, j rows of a piece of it, M = P * J rows
-of a part for all peers, n devices along the axes of a hop that gathers or sums. Other dimensions
-may follow: `x_PIJ` is [P, I, J, ...].
+Letters: those of `comm.tokens`. A part's rows are M before an exchange (its Q slots) and after it.
+Other dimensions may follow: `x_PIJ` is [P, I, J, ...].
 """
 
 import jax
@@ -33,7 +32,8 @@ def send(
 ) -> jax.Array:
     """Sends bucket rows [I, M, ...], ordered by peer, over one hop; returns the rows that arrive.
 
-    The result has no remat tag: the pipeline tags rows at the end of its steps.
+    On hop 0 rows leave their source encoded, by `swap_encoded` (`hops`); here those of later hops,
+    weights and expert numbers. The result has no remat tag: the pipeline tags rows that arrive.
     Wire per device: all_to_all (P - 1) / P of x's bytes, gather (n - 1) times x's bytes, sum
     nothing (a gradient: an all-reduce).
 
@@ -72,7 +72,10 @@ def send_back(
 def swap_encoded(
     payload: Payload, hop: Hop, filled: jax.Array | None, codec: Codec | None
 ) -> Payload:
-    """The all-to-all of encoded rows: all arrays of a payload travel as one array of bytes."""
+    """The all-to-all of encoded rows: all arrays of a payload travel as one array of bytes.
+
+    Rows leave their source by it on hop 0, on later hops by `send`; results return by `send_back`.
+    """
     if codec is None:
         return swap(payload, hop, filled)
     return unpack(swap(pack(payload, 3), hop, filled), payload)

@@ -7,6 +7,14 @@ layer. A parameter is a `Shard`, which has all that this needs beside the weight
 A frozen weight is gathered with the factors of its adapter, and a layer gets the three apart.
 Backward reduces the gradients of the two factors, and makes none of the weight's size.
 
+From a layer to the collectives:
+
+    gather_weight, gather_float32   a parameter in the dtype of compute, or in float32
+      _gather_param                 its weight, and the factors of its adapter
+        _gather_tagged              one of these; tagged for remat
+          gather_shard, _gather     with `_reduce` as backward
+            _gather_now             the collective, or `_gather_across` and then `_gather_inside`
+
 Letters: a weight [M, N] is sharded along M over P devices: over S nodes, with F devices in each. A
 shard is [m, N], encoded e bytes.
 """

@@ -3,6 +3,11 @@
 Per device, inside shard_map. Gradients are summed inside the node first, so that only sums cross
 the slow link; then across nodes, through a codec if there is one; then gathered inside the node.
 Every micro-batch takes the hops of `sum_shards`, and only the last one those of `sum_copies`.
+Between the two a gradient is in `Parts`, in one of three forms:
+
+    by shard    on one node: one array in the shape of the shard, or [m] for each piece
+    by node     across nodes, if all hops across nodes are left (`_keeps_nodes`): [S, m] a piece
+    by copy     across nodes otherwise, summed over the nodes of the shards: [C, n] a piece
 
 Replicated parameters (norm scales) are too small for a collective each: `reduce_replicated` sums
 their gradients in one all-reduce at the end.
@@ -24,6 +29,7 @@ from moejax.comm.weights.compressed import ReduceState, reduce_parts
 from moejax.comm.weights.path import GatherSpec
 from moejax.layout.layout import Axes, Layout
 
+# What `sum_shards` leaves of the gradient of one weight on this device.
 Parts = tuple[jax.Array, ...]
 
 
@@ -38,8 +44,7 @@ def sum_shards(gradient: jax.Array, spec: GatherSpec) -> Parts:
     inside the node over the copies, so that only sums cross nodes, and across nodes.
 
     Returns:
-      On one node one array in the shape of the shard, or [m] for each piece. Across nodes [S, m]
-      for each piece if all hops across nodes are left, else [C, n].
+      The parts by shard, by node or by copy, as the module's docstring lists them.
     """
     path = spec.path
     with jax.named_scope(spec.traffic):

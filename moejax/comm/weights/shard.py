@@ -30,12 +30,12 @@ class Shard:
         stage, where `gathered` has the gradient.
       residual: a `residuals.Residual`, the state of the gradient's codec. `attach_residuals` sets
         it where a gradient crosses nodes through a codec. Its "gradient" is the next state.
-      total: float32 arrays, the sum of the gradients of earlier micro-batches. They have the shapes
-        that `reduce.sum_shards` returns; for a weight that is gathered once a step, or replicated,
-        there is one array, [M, N]. The step sets it if it has several micro-batches, because only
-        the last one reduces gradients over the devices with copies of the shard. Its "gradient" is
-        the part that this micro-batch adds. If `last`, the weight's gradient contains the total,
-        and the total's is zeros.
+      total: float32 arrays. On the way in the sum of the gradients of earlier micro-batches; on the
+        way out, as its "gradient", what this micro-batch adds to the sum; if `last`, zeros, because
+        the weight's gradient contains the total. The shapes are those that `reduce.sum_shards`
+        returns; for a weight that is gathered once a step, or replicated, there is one array,
+        [M, N]. The step sets it if it has several micro-batches, because only the last one reduces
+        gradients over the devices with copies of the shard.
       gathered: the weight [M, N] in the dtype of compute, gathered before the first micro-batch; or
         gathered across nodes alone, [S, m, N]. `gather.gather_once` makes it. It is the same for
         all micro-batches and has no gradient. With pipeline stages `gather_stage_weights` makes it:

@@ -63,6 +63,7 @@ class Phase(NamedTuple):
       forward, loss, backward: whether a tick has forward tasks, a loss step, backward tasks.
       boundary: whether micro-batches cross the ends of the pipeline: the first stage takes new
         ones, the last one takes output gradients of the loss, and input gradients leave the first.
+        Always true with one virtual stage.
     """
 
     start: int

@@ -11,8 +11,8 @@ weights are added to their sums layer by layer, so those of all layers never exi
 - `input`: `RecomputingStage` saves its input alone. Backward runs forward again, a third more
   products, and holds the residuals of one task then.
 
-A layer here is one repeat of a layer group. Letters: those of `layout.layout`; L the layers of one
-virtual stage on this stage, S slots.
+A layer here is one repeat of a layer group. Letters: those of `layout.layout`; L this stage's
+layers, R = L / V those of one of its V virtual stages (`repeats`), S slots.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ class Slots(NamedTuple):
     """Activations that a stage saves between forward and backward.
 
     Attributes:
-      saved: residuals of tasks, arrays [S, L, ...]; or their inputs [S, B, t, D].
-      past: keys and values of micro-batches whose slices have begun, arrays [S, L, B, T, ...].
+      saved: residuals of tasks, arrays [S, R, ...]; or their inputs [S, B, t, D].
+      past: keys and values of micro-batches whose slices have begun, arrays [S, R, B, T, ...].
     """
 
     saved: Arrays
@@ -47,8 +47,8 @@ class Gradients(NamedTuple):
 
     Attributes:
       dy_BtD: output gradient of the layer that is next.
-      weights: float32 sums of the gradients of weights over tasks, [L of all virtual stages, ...].
-      past: gradients of keys and values, from later slices, float32 [L, B, T, ...].
+      weights: float32 sums of the gradients of weights over tasks, [L, ...].
+      past: gradients of keys and values, from later slices, float32 [R, B, T, ...].
     """
 
     dy_BtD: jax.Array
@@ -59,8 +59,11 @@ class Gradients(NamedTuple):
 class Layers:
     """Single layers of the stage, forward and backward.
 
+    `forward` must have been traced before `backward`, which reads the last two attributes. They are
+    set first by `Ticks.initial_state`, through `run_saving`, and by each later trace again.
+
     Attributes:
-      count: L.
+      count: R.
       pullback_tree: structure of the last layer's pullback, whose leaves are its residuals.
       weight_index: for each of these residuals the index of the weight, or of the keys and values,
         that it is; None if it is saved.
@@ -72,7 +75,7 @@ class Layers:
         self.weight_index: list[int | None] = []
 
     def scan(self, body: Callable, carry: Any) -> Any:
-        """Scans over the indices of L layers, unrolled as `model.scan_layers` says."""
+        """Scans over the indices of R layers, unrolled as `model.scan_layers` says."""
         unroll = 1 if self.staged.model.cfg.model.scan_layers else self.count
         return lax.scan(body, carry, jnp.arange(self.count), unroll=unroll)
 
@@ -138,7 +141,7 @@ class Layers:
         return self.scan(run_one, x_BtD)[0]
 
     def run_saving(self, x_BtD: jax.Array, task: Task) -> tuple[jax.Array, Arrays, RouterParts]:
-        """Returns the output of a virtual stage, its residuals [L, ...], and its parts."""
+        """Returns the output of a virtual stage, its residuals [R, ...], and its parts."""
         past = [jnp.zeros(x.shape, x.dtype) for x in self.staged.past_shapes(x_BtD)]
 
         def run_one(x_BtD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Any]:
@@ -150,7 +153,7 @@ class Layers:
 
 
 class SavingStage:
-    """A stage that saves residuals of each layer, as `model.remat` says: slots [S, L, ...]."""
+    """A stage that saves residuals of each layer, as `model.remat` says: slots [S, R, ...]."""
 
     def __init__(self, staged: StagedModel):
         self.layers = Layers(staged)
@@ -279,7 +282,7 @@ def _joined(parts: RouterParts) -> RouterParts:
     """Returns the parts of several layers: sums of losses, and counts in layer order.
 
     Args:
-      parts: stacked over the L layers; counts are [L, expert layers of one, ...].
+      parts: stacked over the R layers; counts are [R, expert layers of one, ...].
     """
     return RouterParts(
         jnp.sum(parts.balance),
@@ -291,14 +294,14 @@ def _joined(parts: RouterParts) -> RouterParts:
 
 @jax.named_scope("stage_slots")
 def _get(slots: jax.Array, slot: jax.Array, layer: jax.Array) -> jax.Array:
-    """Returns one layer's array in a slot: [...] of [S, L, ...]."""
+    """Returns one layer's array in a slot: [...] of [S, R, ...]."""
     start = (slot, layer, *(0 for _ in slots.shape[2:]))
     return lax.dynamic_slice(slots, start, (1, 1, *slots.shape[2:])).reshape(slots.shape[2:])
 
 
 @jax.named_scope("stage_slots")
 def _put(slots: jax.Array, x: jax.Array, valid: jax.Array, start: tuple[Any, ...]) -> jax.Array:
-    """Returns slots [S, L, ...] with a layer's array, or a part of it, written if it is valid.
+    """Returns slots [S, R, ...] with a layer's array, or a part of it, written if it is valid.
 
     Args:
       start: slot, layer, and the first indices of a part.

@@ -20,7 +20,7 @@ In the bubble a stage computes with real tokens, and the results are discarded. 
 once a step, and their gradients reduced once (`comm.weights.stage_weights`).
 
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
-stages run them, t a tick, L this stage's layers, S slots.
+stages run them, t a tick, L this stage's layers, of all its virtual stages, S slots.
 """
 
 from functools import partial
@@ -60,8 +60,8 @@ class TickState(NamedTuple):
       loss_gradients: output gradients of the last stage from loss steps [S, B, t, D]; undefined on
         other stages.
       input_gradient: of the last backward task [B, t, D].
-      sent_gradient: the same, encoded, which is sent at the next tick. In a combined schedule the
-        gradient that arrived from the next stage.
+      gradient_in_transit: the same, encoded, which is sent at the next tick. In a combined schedule
+        the gradient that arrived from the next stage, decoded.
       codec_errors: with feedback the errors of earlier encodings: by backward [virtual stages, B,
         t, D], and by loss steps [B, t / P, D]; None without.
       leading: gradients of the weights before the stages: the state of `inputs.backward_at`.
@@ -76,7 +76,7 @@ class TickState(NamedTuple):
     slots: Slots
     loss_gradients: jax.Array
     input_gradient: jax.Array
-    sent_gradient: jax.Array
+    gradient_in_transit: jax.Array
     codec_errors: tuple[jax.Array | None, jax.Array | None]
     leading: Any
     layers: Tree
@@ -151,7 +151,7 @@ class Ticks:
             state = state._replace(leading=leading)
         if self.schedule.combined:
             return self.combined_tick(state, t, phase)
-        dy_BtD = self.to_previous(state.sent_gradient) if phase.backward else None
+        dy_BtD = self.to_previous(state.gradient_in_transit) if phase.backward else None
         if phase.loss:
             state = self.loss_step(state, t)
         if phase.forward:
@@ -167,9 +167,9 @@ class Ticks:
         elif phase.forward:
             state = self.forward_step(state, t, phase)
         elif phase.backward:
-            state = self.backward_step(state, state.sent_gradient, t, phase)
+            state = self.backward_step(state, state.gradient_in_transit, t, phase)
         if phase.backward:
-            state = state._replace(sent_gradient=self.to_previous(state.sent_gradient))
+            state = state._replace(gradient_in_transit=self.to_previous(state.gradient_in_transit))
         return self.loss_step(state, t) if phase.loss else state
 
     def initial_state(self) -> TickState:
@@ -195,7 +195,7 @@ class Ticks:
             slots=self.stage.empty_slots(self.schedule, x_BtD),
             loss_gradients=jnp.zeros((self.schedule.loss_slots, *x_BtD.shape), x_BtD.dtype),
             input_gradient=zero_BtD,
-            sent_gradient=zero_BtD if combined else link.encode_once(zero_BtD),
+            gradient_in_transit=zero_BtD if combined else link.encode_once(zero_BtD),
             codec_errors=(link.first_error(stacked_VBtD), link.first_error(share_BtD)),
             leading=self.inputs.initial_gradients(),
             layers=sums_like(staged.weights.trained_layers),
@@ -230,7 +230,7 @@ class Ticks:
         assert isinstance(self.stage, SavingStage)  # see `config.checks`
         x_BtD, inbound = self.transfers.receive(state.activations, t, boundary=phase.boundary)
         forward = self.staged.forward_task(t)
-        backward, gradients = self.backward_task(state, state.sent_gradient, t, phase)
+        backward, gradients = self.backward_task(state, state.gradient_in_transit, t, phase)
         slots, y_BtD, parts, gradients = self.stage.forward_and_backward(
             state.slots, x_BtD, forward, backward, gradients
         )
@@ -293,7 +293,7 @@ class Ticks:
             errors = lax.dynamic_update_index_in_dim(errors, error, task.virtual_stage, 0)
         return state._replace(
             input_gradient=gradients.dy_BtD,
-            sent_gradient=encoded,
+            gradient_in_transit=encoded,
             codec_errors=(errors, of_loss),
             layers=gradients.weights,
             past=gradients.past,

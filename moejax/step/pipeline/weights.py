@@ -4,7 +4,7 @@ Per device, inside the shard_map of the training mesh. All weights are gathered 
 (`comm.weights.stage_weights`). With adapters the adapters alone are trained: they stand beside
 their frozen weights, and backward returns gradients of the adapters alone.
 
-Letters: V virtual stages on a stage, L layers of all of them.
+Letters: V virtual stages on a stage, L this stage's layers, of all its virtual stages.
 """
 
 from functools import partial
