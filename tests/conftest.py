@@ -166,7 +166,7 @@ def unchecked_annotations():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def annotations(request):
+def annotations_by_folder(request):
     """Leaves annotations unchecked in the folders of `UNCHECKED`."""
     if request.path.relative_to(TESTS).parts[0] in UNCHECKED:
         request.getfixturevalue("unchecked_annotations")
