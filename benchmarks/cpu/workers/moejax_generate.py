@@ -12,7 +12,7 @@ from protocol import serve_generation
 
 import moejax
 from moejax.config.checks import resolve_mesh
-from moejax.evaluate.checkpoint import FORWARD, choose, read_weights, spread
+from moejax.evaluate.checkpoint import FORWARD, choose, on_all_devices, read_weights
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import ALONE
@@ -30,7 +30,7 @@ class MoejaxSide:
         devices = start(chosen.cfg.mesh)
         self.platform = platform_of(devices)
         self.cfg = resolve_mesh(
-            spread(chosen.cfg, len(devices)), len(devices), self.platform, processes=1
+            on_all_devices(chosen.cfg, len(devices)), len(devices), self.platform, processes=1
         )
         self.mesh = build_mesh(build_layout(self.cfg.mesh), devices)
         self.longest = max(map(len, request["prompts"]))
