@@ -64,12 +64,13 @@ def test_a_stranger_is_closed_and_does_not_count(server, monkeypatch, said):
         expected = {(0, 5), (0, 6), (0, 7)}
         found = accept_peers(server, TOKEN, expected, time.monotonic() + 10)
         assert set(found) == {(0, 5), (0, 6), (0, 7)}
-        for peer, connection in zip((5, 6, 7), (*ours, late), strict=True):
+        for peer in (5, 6, 7):
             found[0, peer].setblocking(True)
             found[0, peer].sendall(bytes([peer]))
-            assert connection.recv(len(ANSWER) + 1, socket.MSG_WAITALL) == ANSWER + bytes([peer])
+        heard = [one.recv(len(ANSWER) + 1, socket.MSG_WAITALL) for one in (*ours, late, twice)]
+        # Of two callers that are one device either may be heard first; the other is closed.
+        assert sorted(heard) == [b"", *(ANSWER + bytes([peer]) for peer in (5, 6, 7))]
         assert is_closed(stranger)
-        assert is_closed(twice)
         for connection in (*ours, twice, late, *found.values()):
             connection.close()
 
