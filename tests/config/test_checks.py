@@ -85,7 +85,7 @@ mesh.stage=2 train.micro_batches=4
 
 @pytest.mark.parametrize("words", ACCEPTED.strip().splitlines())
 def test_settings_that_fit_together_pass(words):
-    """What is off anyway may be switched off, and a plan may choose what is not set."""
+    """A setting may switch off what is off, and a plan may choose a setting that is not given."""
     check(settings(words))
 
 

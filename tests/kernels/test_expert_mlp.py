@@ -221,7 +221,7 @@ def factors(shapes, dtype=np.float32):
     ],
 )
 def test_value_and_gradients_are_those_of_the_plain_form(implementation, limit, biased, adapted):
-    """Of all that is trained, and of ones, as if results were multiplied by them."""
+    """Gradients of the trained arrays, and of ones that the results are multiplied by."""
     x, *weights, gradient = with_biases(SIZES, 5)
     weights = weights if biased else weights[:2]
     counts, G, rows = jnp.asarray(SIZES, jnp.int32), len(SIZES), sum(SIZES)
