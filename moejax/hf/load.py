@@ -83,7 +83,7 @@ def plan_load(folder: Folder, model: ModelDef, params: Tree, router_bias: Tree) 
     parameters = parameters_of(model, params, router_bias)
     zeros = without_rule(family, parameters)
     held = {path: p for path, p in parameters.items() if path not in zeros}
-    # A family's files hold experts in several forms. Take the form with most tensors in this folder.
+    # A family's files may hold experts in several forms: take that of most tensors here.
     forms = [tensors_of((*family.rules, *form), held, cfg.model) for form in family.experts]
     tensors = max(forms, key=lambda form: sum(t.name in folder.weights for t in form))
     _check_tensors(folder, tensors)
