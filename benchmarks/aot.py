@@ -24,6 +24,21 @@ Case = tuple[str, int, list[str]]  # config, nodes, settings
 # Nearly all of a device's memory is weights.
 FEW_TOKENS = ["mesh.fsdp=8", "mesh.expert=1", "model.remat=full"]
 FEW_TOKENS += ["train.batch_sequences=16", "data.sequence_length=512"]
+# How often weights cross nodes, where all devices share them.
+ACROSS = ("flat", "use", "passes", "step")
+
+
+def over_all(nodes: int, gather_across: str) -> list[str]:
+    """Weights sharded over all devices; two micro-batches of four sequences a device."""
+    settings = [f"mesh.fsdp={8 * nodes}", "mesh.expert=1", "model.remat=full"]
+    settings += ["train.micro_batches=2", f"train.batch_sequences={64 * nodes}"]
+    return [*settings, f"mesh.gather_across={gather_across}"]
+
+
+# Two stages on two nodes: what alternating layers of both passes hide, where buckets may overflow.
+STAGES = ["mesh.stage=2", "mesh.fsdp=1", "mesh.expert=8", "model.remat=full"]
+STAGES += ["train.micro_batches=8"]
+COMBINED = [*STAGES, "mesh.schedule=combined_1f1b"]
 # Config, nodes, settings that fit it to so many devices.
 CASES = (
     ("tiny", 1, []),
@@ -37,6 +52,10 @@ CASES = (
     ("olmoe_1b_7b", 32, ["route_chunks=4", "mesh.fsdp=32", "train.micro_batches=1"]),
     ("mixtral_8x7b", 32, ["route_chunks=4", "mesh.replica=4", "train.micro_batches=1"]),
     ("qwen3_30b_a3b", 32, ["route_chunks=4", "mesh.replica=4", "train.micro_batches=1"]),
+    ("olmoe_1b_7b", 2, STAGES),
+    ("olmoe_1b_7b", 2, COMBINED),
+    ("olmoe_1b_7b", 2, [*COMBINED, "moe.capacity_factor=1.25"]),
+    *(("olmoe_1b_7b", nodes, over_all(nodes, across)) for nodes in (2, 8) for across in ACROSS),
 )
 
 

@@ -86,16 +86,26 @@ def steps(hosts: int, devices: int) -> Case:
         "experts over all, strong codecs": spread | {"compression.preset": "strong"},
         "weights over all, strong codecs": over_all | {"compression.preset": "strong"},
         "activations across": {"mesh.tensor": every},
-        "stages across": {
-            "mesh.stage": hosts,
-            "mesh.fsdp": devices,
-            "train.micro_batches": 2 * hosts,
-        },
     }
-    variants: Variants = {name: ("step", values) for name, values in layouts.items()}
+    return layouts_of("steps", hosts, devices, layouts)
+
+
+def stages(hosts: int, devices: int) -> Case:
+    """Layers across hosts."""
+    across = {"mesh.stage": hosts, "mesh.fsdp": devices, "train.micro_batches": 2 * hosts}
+    layouts = {
+        "stages across": across,
+        "stages across, strong codecs": across | {"compression.preset": "strong"},
+    }
+    return layouts_of("stages", hosts, devices, layouts)
+
+
+def layouts_of(name: str, hosts: int, devices: int, layouts: dict[str, dict[str, Any]]) -> Case:
+    """Train steps in some layouts."""
+    variants: Variants = {layout: ("step", values) for layout, values in layouts.items()}
     config = MODEL | {"mesh.nodes": hosts, "model.num_layers": 2 * hosts}
     shape = (MODEL["train.batch_sequences"], MODEL["data.sequence_length"])
-    return Case("steps", hosts, devices, None, config, shape, variants, rounds=2)
+    return Case(name, hosts, devices, None, config, shape, variants, rounds=2)
 
 
 def table(results: list[dict[str, Any]], name: str) -> list[str]:
@@ -150,7 +160,7 @@ def main() -> None:
     """Runs what is missing, and writes the results after each cluster."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="collectives or steps")
+    parser.add_argument("--only", default="", help="collectives, steps or stages")
     args = parser.parse_args()
     path = args.out / "sent.json"
     record = json.loads(path.read_text()) if path.exists() else {"results": []}
@@ -158,7 +168,7 @@ def main() -> None:
         (r["case"]["name"], r["case"]["hosts"], r["case"]["devices"]) for r in record["results"]
     ]
     with tempfile.TemporaryDirectory() as folder:
-        for make in (collectives, steps):
+        for make in (collectives, steps, stages):
             for shape in SHAPES if make.__name__.startswith(args.only) else ():
                 case = make(*shape)
                 if (case.name, *shape) in done:
