@@ -167,11 +167,12 @@ def _show_clusters(args: argparse.Namespace) -> None:
 
 def print_clusters(console: Console) -> None:
     """Shows each known cluster in one line."""
-    lines = [_line("name", "size", "device", "links")]
+    rows = [("name", "size", "device", "links")]
     for name in known_clusters():
         known = load_topology(name)
         size = f"{known.nodes} x {known.tiers[0].size}"
-        lines.append(_line(name, size, known.device.name, links_text(known)))
+        rows.append((name, size, known.device.name, links_text(known)))
+    lines = [f"{name:13} {size:8} {device:27} {links}" for name, size, device, links in rows]
     lines += [
         "size: nodes x devices of a node; --topology NAME:4 is the same with 4 nodes.",
         "links: GB/s of a device one way; of two, the first is that of an all-to-all.",
@@ -179,10 +180,6 @@ def print_clusters(console: Console) -> None:
     ]
     for line in lines:
         console.print(located(line), highlight=False, soft_wrap=True)
-
-
-def _line(name: str, size: str, device: str, links: str) -> str:
-    return f"{name:13} {size:8} {device:27} {links}"
 
 
 def print_cluster(name: str, console: Console) -> None:
@@ -215,18 +212,18 @@ def how_to_go_on(published: Published, cfg: Config, args: argparse.Namespace) ->
     """Returns the ways to use the plan of a published model, a line for each."""
     folder = published.path.parent
     name = folder.absolute().name
-    out = f"--out {args.out}" if args.out is not None else "--out plan.json"
-    plan = args.out if args.out is not None else "plan.json"
-    step = f"--config.data.sequence_length={cfg.data.sequence_length} "
-    step += f"--config.train.batch_sequences={cfg.train.batch_sequences}"
     lines = [
         "how to go on:",
         f"  train it here:  moejax hf import {folder} --out imported/{name}   (needs the weights)",
-        f"                  moejax train --config imported/{name}/config.json --config.plan={plan} "
-        f"{step}",
+        f"                  moejax train --config imported/{name}/config.json "
+        f"--config.plan={args.out or 'plan.json'} "
+        f"--config.data.sequence_length={cfg.data.sequence_length} "
+        f"--config.train.batch_sequences={cfg.train.batch_sequences}",
     ]
     if args.out is None:
-        lines.append(f"                  (the plan as a file: this command again with {out})")
+        lines.append(
+            "                  (the plan as a file: this command again with --out plan.json)"
+        )
     if args.trainer is None:
         lines.append("  train it with another trainer:  --as maxtext, megatron or torchtitan")
     return "\n".join(lines)
@@ -387,8 +384,8 @@ def _print_fewer(result, topology, find, console: Console) -> None:
 
     say = partial(console.print, highlight=False, soft_wrap=True)
     best = result.ranked[0]
-    rows = [(topology.nodes, best)]
     nodes = topology.nodes
+    rows = [(nodes, best)]
     while nodes % 2 == 0:
         nodes //= 2
         try:
@@ -398,8 +395,7 @@ def _print_fewer(result, topology, find, console: Console) -> None:
             break
     for nodes, plan in sorted(rows, key=itemgetter(0)):
         rate = tokens_per_second(plan)
-        share = rate / tokens_per_second(best)
         say(
-            f"{nodes_text(nodes)}: {rate:,.0f} tokens/s ({share:.2f} of what "
-            f"{nodes_text(topology.nodes)} do), {mesh_text(plan.cfg)}"
+            f"{nodes_text(nodes)}: {rate:,.0f} tokens/s ({rate / tokens_per_second(best):.2f} of "
+            f"what {nodes_text(topology.nodes)} do), {mesh_text(plan.cfg)}"
         )
