@@ -68,21 +68,21 @@ REMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 def to_maxtext(cfg: Config, platform: str) -> Translation:
     """Returns the nearest settings of MaxText for a plan's resolved config."""
-    sizes = sizes_of(cfg)
-    options = [
-        *_model(cfg),
-        Option("hardware", platform, f"the cluster's devices are {platform}"),
-        *_mesh(cfg, sizes, platform),
-        *_batch(cfg, sizes),
-        *_experts(cfg, platform),
-        *_remat(cfg),
-    ]
+    sizes, ahead = sizes_of(cfg), cfg.model.predict_ahead
     return Translation(
         trainer="MaxText",
         package=PACKAGE,
         style="equals",
         start=START,
-        options=tuple(options),
+        options=(
+            *_model(cfg),
+            *[Option("mtp_num_layers", ahead, "multi-token prediction")] * ahead,
+            Option("hardware", platform, f"the cluster's devices are {platform}"),
+            *_mesh(cfg, sizes, platform),
+            *_batch(cfg, sizes),
+            *_experts(cfg, platform),
+            *_remat(cfg),
+        ),
         gaps=tuple(_gaps(cfg, sizes, platform)),
         yours=YOURS,
     )
@@ -90,11 +90,6 @@ def to_maxtext(cfg: Config, platform: str) -> Translation:
 
 def _model(cfg: Config) -> list[Option]:
     """Returns the name of the model, or its shapes where MaxText has no name for it."""
-    ahead = cfg.model.predict_ahead
-    return _shapes(cfg) + ([Option("mtp_num_layers", ahead, "multi-token prediction")] * ahead)
-
-
-def _shapes(cfg: Config) -> list[Option]:
     if (name := MAXTEXT.get(shape_of(cfg))) is not None:
         return [Option("model_name", name, "MaxText's file of this model has the same shape")]
     model, moe = cfg.model, cfg.moe
@@ -158,7 +153,7 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
     share = sizes.batch / (sizes.devices * steps)
     size: Value = int(share) if share == int(share) else share
     text = f"{sizes.batch} sequences / ({sizes.devices} devices x {steps})"
-    options = [
+    return [
         Option("max_target_length", cfg.data.sequence_length, "data.sequence_length"),
         Option("per_device_batch_size", size, text),
         Option("gradient_accumulation_steps", steps, "micro-batches"),
@@ -166,7 +161,6 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
         Option("weight_dtype", "float32", "masters are float32"),
         Option("grad_dtype", cfg.train.gradient_dtype, "train.gradient_dtype"),
     ]
-    return options
 
 
 def _experts(cfg: Config, platform: str) -> list[Option]:

@@ -133,12 +133,10 @@ class Sizes:
 def sizes_of(cfg: Config) -> Sizes:
     """Returns the sizes of a resolved config, such as that of a plan."""
     layout = build_layout(cfg.mesh)
-    across = {axis: layout.size(layout.between_nodes(getattr(layout, axis))) for axis in AXES}
-    size = {axis: layout.size(getattr(layout, axis)) for axis in AXES}
     return Sizes(
-        **size,
+        **{axis: layout.size(getattr(layout, axis)) for axis in AXES},
         nodes=cfg.mesh.nodes or 1,
-        across=across,
+        across={axis: layout.size(layout.between_nodes(getattr(layout, axis))) for axis in AXES},
         batch=cfg.train.batch_sequences,
         micro_batches=cfg.train.micro_batches,
     )
