@@ -55,8 +55,7 @@ class Totals:
 
     def add(self, other: "Totals", times: int) -> None:
         """Adds the totals of a part that runs `times` times."""
-        for name in ("computed", "sent", "bytes_sent", "exposed"):
-            total = getattr(self, name)
+        for name, total in vars(self).items():
             for key, value in getattr(other, name).items():
                 total[key] += value * times
 
