@@ -91,7 +91,9 @@ class _Reader:
         if name == "while":
             return self._while(eqn, operands, scope)
         if name == "cond":
-            return self._run(opened(self._branch(eqn)), operands[1:], scope)
+            branches = eqn.params["branches"]
+            taken = [b for b in branches if self.rounds and _has_rounds(b)] or branches
+            return self._run(opened(taken[0]), operands[1:], scope)
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
@@ -234,12 +236,6 @@ class _Reader:
         )
         self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return list(written)
-
-    def _branch(self, eqn: Any) -> Any:
-        branches = eqn.params["branches"]
-        if self.rounds:
-            return next((b for b in branches if _has_rounds(b)), branches[0])
-        return branches[0]
 
 
 def _works(jaxpr: Any) -> bool:
