@@ -305,9 +305,10 @@ def config_to_plan(
 
 
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequence[str]) -> None:
-    """Searches, and shows the result; `notes` come before it."""
+    """Searches, shows the result and writes the files; `notes` come before it."""
     from moejax.plan.price.routing import read_expert_load
     from moejax.plan.report.tables import print_ranked, print_why, small_products, speed_text
+    from moejax.plan.search.file import plan_from, save_plan
     from moejax.plan.search.search import nodes_text
 
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
@@ -335,7 +336,14 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
         print_translation(translation, result, topology, load, console)
     if args.fewer:
         _print_fewer(result, topology, find, console)
-    _write(result, topology, load, cfg.plan.routing, args, console)
+    if args.out is not None:
+        save_plan(plan_from(result, topology, cfg.plan.routing), args.out)
+        say(f"wrote {args.out}; train with --config.plan={args.out}")
+    if args.report is not None:
+        from moejax.plan.report.page import write_report
+
+        write_report(result, topology, load, args.report)
+        console.print(f"wrote {args.report}", highlight=False)
 
 
 def _find(cfg: Config, load: ExpertLoad, cluster: Topology) -> SearchResult:
@@ -353,28 +361,6 @@ def _find(cfg: Config, load: ExpertLoad, cluster: Topology) -> SearchResult:
         plan = cfg.plan
         limit = {"traces": plan.traces, "seconds": plan.seconds}
         return search(cfg, cluster, limits, load, **limit, progress=progress)
-
-
-def _write(
-    result: SearchResult,
-    topology: Topology,
-    load: ExpertLoad,
-    routing: str,
-    args: argparse.Namespace,
-    console: Console,
-) -> None:
-    """Writes the files that the flags ask for; `routing` is the text that gave the load."""
-    from moejax.plan.search.file import plan_from, save_plan
-
-    if args.out is not None:
-        save_plan(plan_from(result, topology, routing), args.out)
-        text = f"wrote {args.out}; train with --config.plan={args.out}"
-        console.print(text, highlight=False, soft_wrap=True)
-    if args.report is not None:
-        from moejax.plan.report.page import write_report
-
-        write_report(result, topology, load, args.report)
-        console.print(f"wrote {args.report}", highlight=False)
 
 
 def _print_fewer(result, topology, find, console: Console) -> None:

@@ -46,9 +46,7 @@ class JsonObject:
 
     def known(self, known: list[str], needed: list[str]) -> None:
         """Refuses unknown fields and missing ones, from a list of names."""
-        for field in self.facts:
-            if field in known:
-                continue
+        for field in (name for name in self.facts if name not in known):
             if BITS.search(field):
                 rule = "bytes a second, in a field `bytes_per_s`"
                 name = one_line(field[:80])

@@ -40,9 +40,9 @@ YOURS = (
 )
 SEGMENTS = 32  # of its own files for GPUs, such as configs/gpu/models/mixtral_8x7b.yml
 ATTENTION = {
-    "tpu": "its fused attention for TPUs",
-    "gpu": "its fused attention for GPUs (TransformerEngine, cuDNN)",
-    "cpu": "no fused attention on CPUs",
+    "tpu": ("flash", "its fused attention for TPUs"),
+    "gpu": ("cudnn_flash_te", "its fused attention for GPUs (TransformerEngine, cuDNN)"),
+    "cpu": ("dot_product", "no fused attention on CPUs"),
 }
 TOKENS = ("moe_x_sorted", "moe_mlpwo")
 TOKENS_KEPT = "tokens that came over the network are kept"
@@ -164,8 +164,7 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
 
 
 def _experts(cfg: Config, platform: str) -> list[Option]:
-    attention = {"tpu": "flash", "gpu": "cudnn_flash_te", "cpu": "dot_product"}[platform]
-    options = [Option("attention", attention, ATTENTION[platform])]
+    options = [Option("attention", *ATTENTION[platform])]
     if platform == "gpu":
         text = "its fused attention asks for a bound of documents a sequence"
         options.append(Option("max_segments_per_seq", SEGMENTS, text))

@@ -43,12 +43,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Gap:
-    """A part of the plan that the trainer cannot express.
-
-    Attributes:
-      what: the part of the plan.
-      instead: the trainer's way in its place.
-    """
+    """A part of the plan that the trainer cannot express, and its own way in the part's place."""
 
     what: str
     instead: str

@@ -155,11 +155,7 @@ class _Search:
         return enough and self.budget.spent
 
     def run(self) -> SearchResult:
-        """Runs the search.
-
-        Raises:
-          InputError: if no plan is valid, or none fits into memory.
-        """
+        """Runs the search; see `search`."""
         began = time.perf_counter()
         meshes = list(space.meshes(self.cfg, self.limits))
         estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
@@ -244,8 +240,7 @@ class _Search:
                 yield estimate.cfg
 
     def _fitting(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        fitting = map(self._estimate_that_fits, estimates)
-        return [estimate for estimate in fitting if estimate is not None]
+        return [fit for fit in map(self._estimate_that_fits, estimates) if fit is not None]
 
     def _estimate_that_fits(self, estimate: Estimate) -> Estimate | None:
         if estimate.bytes() <= ROUGH * self.memory_budget:
