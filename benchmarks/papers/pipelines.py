@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moejax.plan.price.timeline import Task
+from moejax.plan.price.simulate import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,11 +167,12 @@ def _show_clusters(args: argparse.Namespace) -> None:
 
 def print_clusters(console: Console) -> None:
     """Shows each known cluster in one line."""
-    lines = [_line("name", "size", "device", "links")]
+    rows = [("name", "size", "device", "links")]
     for name in known_clusters():
         known = load_topology(name)
         size = f"{known.nodes} x {known.tiers[0].size}"
-        lines.append(_line(name, size, known.device.name, links_text(known)))
+        rows.append((name, size, known.device.name, links_text(known)))
+    lines = [f"{name:13} {size:8} {device:27} {links}" for name, size, device, links in rows]
     lines += [
         "size: nodes x devices of a node; --topology NAME:4 is the same with 4 nodes.",
         "links: GB/s of a device one way; of two, the first is that of an all-to-all.",
@@ -179,10 +180,6 @@ def print_clusters(console: Console) -> None:
     ]
     for line in lines:
         console.print(located(line), highlight=False, soft_wrap=True)
-
-
-def _line(name: str, size: str, device: str, links: str) -> str:
-    return f"{name:13} {size:8} {device:27} {links}"
 
 
 def print_cluster(name: str, console: Console) -> None:
@@ -215,18 +212,18 @@ def how_to_go_on(published: Published, cfg: Config, args: argparse.Namespace) ->
     """Returns the ways to use the plan of a published model, a line for each."""
     folder = published.path.parent
     name = folder.absolute().name
-    out = f"--out {args.out}" if args.out is not None else "--out plan.json"
-    plan = args.out if args.out is not None else "plan.json"
-    step = f"--config.data.sequence_length={cfg.data.sequence_length} "
-    step += f"--config.train.batch_sequences={cfg.train.batch_sequences}"
     lines = [
         "how to go on:",
         f"  train it here:  moejax hf import {folder} --out imported/{name}   (needs the weights)",
-        f"                  moejax train --config imported/{name}/config.json --config.plan={plan} "
-        f"{step}",
+        f"                  moejax train --config imported/{name}/config.json "
+        f"--config.plan={args.out or 'plan.json'} "
+        f"--config.data.sequence_length={cfg.data.sequence_length} "
+        f"--config.train.batch_sequences={cfg.train.batch_sequences}",
     ]
     if args.out is None:
-        lines.append(f"                  (the plan as a file: this command again with {out})")
+        lines.append(
+            "                  (the plan as a file: this command again with --out plan.json)"
+        )
     if args.trainer is None:
         lines.append("  train it with another trainer:  --as maxtext, megatron or torchtitan")
     return "\n".join(lines)
@@ -308,9 +305,10 @@ def config_to_plan(
 
 
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequence[str]) -> None:
-    """Searches, and shows the result; `notes` come before it."""
+    """Searches, shows the result and writes the files; `notes` come before it."""
     from moejax.plan.price.routing import read_expert_load
     from moejax.plan.report.tables import print_ranked, print_why, small_products, speed_text
+    from moejax.plan.search.file import plan_from, save_plan
     from moejax.plan.search.search import nodes_text
 
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
@@ -338,7 +336,14 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
         print_translation(translation, result, topology, load, console)
     if args.fewer:
         _print_fewer(result, topology, find, console)
-    _write(result, topology, load, cfg.plan.routing, args, console)
+    if args.out is not None:
+        save_plan(plan_from(result, topology, cfg.plan.routing), args.out)
+        say(f"wrote {args.out}; train with --config.plan={args.out}")
+    if args.report is not None:
+        from moejax.plan.report.page import write_report
+
+        write_report(result, topology, load, args.report)
+        console.print(f"wrote {args.report}", highlight=False)
 
 
 def _find(cfg: Config, load: ExpertLoad, cluster: Topology) -> SearchResult:
@@ -358,28 +363,6 @@ def _find(cfg: Config, load: ExpertLoad, cluster: Topology) -> SearchResult:
         return search(cfg, cluster, limits, load, **limit, progress=progress)
 
 
-def _write(
-    result: SearchResult,
-    topology: Topology,
-    load: ExpertLoad,
-    routing: str,
-    args: argparse.Namespace,
-    console: Console,
-) -> None:
-    """Writes the files that the flags ask for; `routing` is the text that gave the load."""
-    from moejax.plan.search.file import plan_from, save_plan
-
-    if args.out is not None:
-        save_plan(plan_from(result, topology, routing), args.out)
-        text = f"wrote {args.out}; train with --config.plan={args.out}"
-        console.print(text, highlight=False, soft_wrap=True)
-    if args.report is not None:
-        from moejax.plan.report.page import write_report
-
-        write_report(result, topology, load, args.report)
-        console.print(f"wrote {args.report}", highlight=False)
-
-
 def _print_fewer(result, topology, find, console: Console) -> None:
     from moejax.plan.price.terms import tokens_per_second
     from moejax.plan.report.tables import mesh_text
@@ -387,8 +370,8 @@ def _print_fewer(result, topology, find, console: Console) -> None:
 
     say = partial(console.print, highlight=False, soft_wrap=True)
     best = result.ranked[0]
-    rows = [(topology.nodes, best)]
     nodes = topology.nodes
+    rows = [(nodes, best)]
     while nodes % 2 == 0:
         nodes //= 2
         try:
@@ -398,8 +381,7 @@ def _print_fewer(result, topology, find, console: Console) -> None:
             break
     for nodes, plan in sorted(rows, key=itemgetter(0)):
         rate = tokens_per_second(plan)
-        share = rate / tokens_per_second(best)
         say(
-            f"{nodes_text(nodes)}: {rate:,.0f} tokens/s ({share:.2f} of what "
-            f"{nodes_text(topology.nodes)} do), {mesh_text(plan.cfg)}"
+            f"{nodes_text(nodes)}: {rate:,.0f} tokens/s ({rate / tokens_per_second(best):.2f} of "
+            f"what {nodes_text(topology.nodes)} do), {mesh_text(plan.cfg)}"
         )

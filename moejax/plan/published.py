@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.config.fields import change, fields, get_value
+from moejax.config.fields import change, get_value
 from moejax.config.load import parse_overrides
 from moejax.config.schema import Config
 from moejax.errors import InputError
@@ -62,16 +62,21 @@ def read_published(path: Path, devices: int, overrides: Sequence[str] = ()) -> P
     config = read_json(file, SMALL_BYTES)
     family, model = read_config(file, config)
     given = parse_overrides(overrides)
-    values, taken = _step(config, devices, given)
-    cfg = change(model, values | given)
-    _check_same(file, model, cfg)
-    return Published(file, family.name, cfg, taken)
+    step = _step(config, devices, given)
+    cfg = change(model, {name: value for name, (value, _) in step.items()} | given)
+    if changes := differences(model, cfg):
+        name, theirs, ours = changes[0]
+        raise InputError(
+            f"--config.{name} changes the model. It is {ours}, {file} says {theirs}. With --hf "
+            "overrides set how to train, not the model. Leave it out, or give --config instead."
+        )
+    return Published(file, family.name, cfg, {name: why for name, (_, why) in step.items()})
 
 
 def _step(
     config: dict[str, Any], devices: int, given: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns settings of a step that are not given, and why each has its value."""
+) -> dict[str, tuple[Any, str]]:
+    """Returns settings of a step that are not given: the value of each, and why."""
     longest = config.get("max_position_embeddings")
     length = LENGTH if type(longest) is not int else max(1, min(LENGTH, longest))
     used = given.get("data.sequence_length", length)
@@ -81,18 +86,4 @@ def _step(
         "data.sequence_length": (length, f"at most {LENGTH}"),
         "train.batch_sequences": (batch, f"at least {STEP_TOKENS / 2**20:g} Mi tokens a step"),
     }
-    taken = {name: entry for name, entry in step.items() if name not in given}
-    values = {name: value for name, (value, _) in taken.items()}
-    return values, {name: reason for name, (_, reason) in taken.items()}
-
-
-def _check_same(file: Path, model: Config, cfg: Config) -> None:
-    """Refuses overrides that change the model: its file would no longer describe it."""
-    changes = differences(model, cfg)
-    if changes:
-        name, theirs, ours = changes[0]
-        assert name in fields()
-        raise InputError(
-            f"--config.{name} changes the model. It is {ours}, {file} says {theirs}. With --hf "
-            "overrides set how to train, not the model. Leave it out, or give --config instead."
-        )
+    return {name: entry for name, entry in step.items() if name not in given}

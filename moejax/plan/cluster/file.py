@@ -146,10 +146,10 @@ def from_json(facts: Any, file: str) -> Topology:
       InputError: for the first invalid field.
     """
     part = JsonObject(facts, "", file)
-    version = part.facts.get("version") if isinstance(facts, dict) else None
+    version = part.facts.get("version")
     if type(version) is int and version > VERSION:
         part.refuse("topology of a newer moejax", version, f"up to {VERSION}", "Upgrade moejax")
-    part.keys(Topology, optional=("pairs", "node_names", "asymmetric"))
+    part.keys(Topology, KEYS)
     if version != VERSION or type(version) is not int:
         part.refuse("`version` is unknown", version, str(VERSION), "Probe the cluster again")
     topology = Topology(
@@ -169,8 +169,7 @@ def from_json(facts: Any, file: str) -> Topology:
 
 
 def _device(part: JsonObject) -> Device:
-    optional = (*MISSING, "program", "sharing")
-    part.keys(Device, optional, KEYS, ignored=("codecs",))  # rates that files had once
+    part.keys(Device, KEYS, ignored=("codecs",))  # rates that files had once
     products = part.inner("products")
     curves = {dtype: products.curve(dtype) for dtype in products.facts}
     for dtype, curve in curves.items():
@@ -215,7 +214,7 @@ def _check_sizes(part: JsonObject, field: str, curve: tuple[tuple[Any, float], .
 
 
 def _tier(part: JsonObject) -> Tier:
-    part.keys(Tier, optional=("together", "occupies", "late_s"), keys=KEYS)
+    part.keys(Tier, KEYS)
     listed = part.inner("links")
     if "all" in listed.facts:
         listed.known(["all"], ["all"])
@@ -234,7 +233,7 @@ def _tier(part: JsonObject) -> Tier:
 
 
 def _link(part: JsonObject) -> Link:
-    part.keys(Link, optional=("error", "points", "bends"))
+    part.keys(Link, KEYS)
     rate = part.rate("bytes_per_s")
     if rate > FASTEST:
         where, rule = f"`{part.at('bytes_per_s')}` is too fast", f"below {FASTEST:g} bytes a second"

@@ -5,7 +5,6 @@ Every error is one line: the problem, the value, the rule, the remedy.
 
 import dataclasses
 import difflib
-import math
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -34,30 +33,20 @@ class JsonObject:
         """Raises InputError: the problem, the value, the rule, the remedy."""
         raise InputError(f"{what}. {self.file} has {short(seen)}. It must be {rule}. {remedy}.")
 
-    def keys(
-        self,
-        kind: type,
-        optional: tuple[str, ...] = (),
-        keys: dict[str, str] | None = None,
-        ignored: tuple[str, ...] = (),
-    ) -> None:
-        """Refuses unknown fields and missing ones, from the attributes of a dataclass.
+    def keys(self, kind: type, keys: dict[str, str], ignored: tuple[str, ...] = ()) -> None:
+        """Refuses unknown fields, and missing ones that have no default, from a dataclass.
 
         Args:
-          optional: keys of the file that may be missing.
           keys: attribute -> its key in the file, where they differ.
           ignored: keys that nothing reads any more.
         """
-        keys = keys or {}
-        known = [keys.get(field.name, field.name) for field in dataclasses.fields(kind)]
-        needed = [name for name in known if name not in optional]
+        known = {keys.get(f.name, f.name): f.default for f in dataclasses.fields(kind)}
+        needed = [name for name, default in known.items() if default is dataclasses.MISSING]
         self.known([*known, *ignored], needed)
 
     def known(self, known: list[str], needed: list[str]) -> None:
         """Refuses unknown fields and missing ones, from a list of names."""
-        for field in self.facts:
-            if field in known:
-                continue
+        for field in (name for name in self.facts if name not in known):
             if BITS.search(field):
                 rule = "bytes a second, in a field `bytes_per_s`"
                 name = one_line(field[:80])
@@ -146,9 +135,7 @@ class JsonObject:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return -1e300 < value < 1e300 and math.isfinite(value)
+    return isinstance(value, int | float) and type(value) is not bool and -1e300 < value < 1e300
 
 
 def _all(value: Any, holds: Callable[[Any], bool]) -> bool:

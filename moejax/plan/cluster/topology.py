@@ -14,7 +14,6 @@ import itertools
 import math
 import operator
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from moejax.plan.cluster.device import Device
@@ -183,21 +182,16 @@ class Topology:
         two_level: one collective per tier, so that fewer and larger messages cross slow links. A
         two-level all-reduce sums inside the node first.
         """
-        return {
-            kind: self._changes(kind, {flat: self._flat, "two_level": self._two_level})
-            for kind, flat in (("all_to_all", "flat"), ("all_reduce", "ring"))
-        }
-
-    def _changes(
-        self, kind: str, methods: dict[str, Callable[[str, float], float]]
-    ) -> tuple[tuple[int, str], ...]:
-        changes: list[tuple[int, str]] = []
-        for size in SIZES:
-            seconds = {name: method(kind, size) for name, method in methods.items()}
-            best = min(seconds, key=seconds.__getitem__)
-            if not changes or best != changes[-1][1]:
-                changes.append((size, best))
-        return tuple(changes)
+        found = {}
+        for kind, flat in (("all_to_all", "flat"), ("all_reduce", "ring")):
+            changes: list[tuple[int, str]] = []
+            for size in SIZES:
+                one_level = max(self.seconds(kind, size, *self.sizes))
+                best = flat if one_level <= self._two_level(kind, size) else "two_level"
+                if not changes or best != changes[-1][1]:
+                    changes.append((size, best))
+            found[kind] = tuple(changes)
+        return found
 
     def slow_nodes(self) -> tuple[SlowNode, ...]:
         """Returns the nodes with less than `SLOW_BELOW` of the usual rate to or from most others.
@@ -252,9 +246,6 @@ class Topology:
         group = (*group, *(1,) * (len(self.tiers) - len(group)))
         reached = [math.prod(group[:t]) for t in range(len(group) + 1)]
         return tuple(after - before for before, after in itertools.pairwise(reached))
-
-    def _flat(self, kind: str, operand_bytes: float) -> float:
-        return max(self.seconds(kind, operand_bytes, *self.sizes))
 
     def _two_level(self, kind: str, operand_bytes: float) -> float:
         alone = [(*(1,) * t, size) for t, size in enumerate(self.sizes)]

@@ -40,9 +40,9 @@ YOURS = (
 )
 SEGMENTS = 32  # of its own files for GPUs, such as configs/gpu/models/mixtral_8x7b.yml
 ATTENTION = {
-    "tpu": "its fused attention for TPUs",
-    "gpu": "its fused attention for GPUs (TransformerEngine, cuDNN)",
-    "cpu": "no fused attention on CPUs",
+    "tpu": ("flash", "its fused attention for TPUs"),
+    "gpu": ("cudnn_flash_te", "its fused attention for GPUs (TransformerEngine, cuDNN)"),
+    "cpu": ("dot_product", "no fused attention on CPUs"),
 }
 TOKENS = ("moe_x_sorted", "moe_mlpwo")
 TOKENS_KEPT = "tokens that came over the network are kept"
@@ -68,21 +68,21 @@ REMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 def to_maxtext(cfg: Config, platform: str) -> Translation:
     """Returns the nearest settings of MaxText for a plan's resolved config."""
-    sizes = sizes_of(cfg)
-    options = [
-        *_model(cfg),
-        Option("hardware", platform, f"the cluster's devices are {platform}"),
-        *_mesh(cfg, sizes, platform),
-        *_batch(cfg, sizes),
-        *_experts(cfg, platform),
-        *_remat(cfg),
-    ]
+    sizes, ahead = sizes_of(cfg), cfg.model.predict_ahead
     return Translation(
         trainer="MaxText",
         package=PACKAGE,
         style="equals",
         start=START,
-        options=tuple(options),
+        options=(
+            *_model(cfg),
+            *[Option("mtp_num_layers", ahead, "multi-token prediction")] * ahead,
+            Option("hardware", platform, f"the cluster's devices are {platform}"),
+            *_mesh(cfg, sizes, platform),
+            *_batch(cfg, sizes),
+            *_experts(cfg, platform),
+            *_remat(cfg),
+        ),
         gaps=tuple(_gaps(cfg, sizes, platform)),
         yours=YOURS,
     )
@@ -90,11 +90,6 @@ def to_maxtext(cfg: Config, platform: str) -> Translation:
 
 def _model(cfg: Config) -> list[Option]:
     """Returns the name of the model, or its shapes where MaxText has no name for it."""
-    ahead = cfg.model.predict_ahead
-    return _shapes(cfg) + ([Option("mtp_num_layers", ahead, "multi-token prediction")] * ahead)
-
-
-def _shapes(cfg: Config) -> list[Option]:
     if (name := MAXTEXT.get(shape_of(cfg))) is not None:
         return [Option("model_name", name, "MaxText's file of this model has the same shape")]
     model, moe = cfg.model, cfg.moe
@@ -158,7 +153,7 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
     share = sizes.batch / (sizes.devices * steps)
     size: Value = int(share) if share == int(share) else share
     text = f"{sizes.batch} sequences / ({sizes.devices} devices x {steps})"
-    options = [
+    return [
         Option("max_target_length", cfg.data.sequence_length, "data.sequence_length"),
         Option("per_device_batch_size", size, text),
         Option("gradient_accumulation_steps", steps, "micro-batches"),
@@ -166,12 +161,10 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
         Option("weight_dtype", "float32", "masters are float32"),
         Option("grad_dtype", cfg.train.gradient_dtype, "train.gradient_dtype"),
     ]
-    return options
 
 
 def _experts(cfg: Config, platform: str) -> list[Option]:
-    attention = {"tpu": "flash", "gpu": "cudnn_flash_te", "cpu": "dot_product"}[platform]
-    options = [Option("attention", attention, ATTENTION[platform])]
+    options = [Option("attention", *ATTENTION[platform])]
     if platform == "gpu":
         text = "its fused attention asks for a bound of documents a sequence"
         options.append(Option("max_segments_per_seq", SEGMENTS, text))

@@ -68,33 +68,22 @@ def to_megatron(cfg: Config, node_devices: int) -> Translation:
       node_devices: devices that the fastest links join.
     """
     sizes = sizes_of(cfg)
-    options = [
-        *model_options(cfg),
-        *_mesh(cfg, sizes),
-        *_sharding(cfg, sizes),
-        *_batch(cfg, sizes),
-        *_experts(cfg, node_devices),
-        *_remat(cfg),
-    ]
     return Translation(
         trainer="Megatron-LM",
         package=PACKAGE,
         style="dashes",
         start=(*torchrun(sizes), "pretrain_gpt.py"),
-        options=tuple(options),
+        options=(
+            *model_options(cfg),
+            *_mesh(cfg, sizes),
+            *_sharding(cfg, sizes),
+            *_batch(cfg, sizes),
+            *_experts(cfg, node_devices),
+            *_remat(cfg),
+        ),
         gaps=tuple(_gaps(cfg, sizes)),
         yours=YOURS,
     )
-
-
-def _expert_sizes(cfg: Config, sizes: Sizes) -> tuple[int, int]:
-    """Returns devices along expert parallelism, and along the experts' own tensor parallelism."""
-    match cfg.mesh.expert_weights:
-        case "folded":
-            return sizes.expert * sizes.tensor, 1
-        case "whole":
-            return sizes.expert, 1
-    return sizes.expert, sizes.tensor
 
 
 def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
@@ -114,8 +103,9 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
             text += "; but experts with tensor parallelism need it"
         options.append(Option("sequence-parallel", None, text))
     if cfg.model.has_experts:
-        expert, tensor = _expert_sizes(cfg, sizes)
-        text = experts_text(cfg)
+        kind, text = cfg.mesh.expert_weights, experts_text(cfg)
+        expert = sizes.expert * (sizes.tensor if kind == "folded" else 1)
+        tensor = sizes.tensor if kind == "hidden" else 1
         options += [
             Option("expert-model-parallel-size", expert, text),
             Option("expert-tensor-parallel-size", tensor, text),

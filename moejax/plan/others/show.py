@@ -59,7 +59,13 @@ def print_translation(
     say(f"\nthe best plan as settings of {translation.trainer} ({translation.package}):\n")
     say(translation.command())
     say(f"\nadd what no plan decides: {translation.yours}\n")
-    console.print(_reasons(translation))
+    table = Table(title=f"settings of {translation.trainer}", title_justify="left")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("part of the plan", overflow="fold")
+    for option in translation.options:
+        if option.because != SHAPE:
+            table.add_row(Text(translation.written(option)), Text(option.because))
+    console.print(table)
     lost = [f"{gap.what}: it {gap.instead}" for gap in translation.gaps]
     say(f"what {translation.trainer} cannot express of this plan:")
     for line in lost or ["nothing that the planner chose"]:
@@ -67,17 +73,6 @@ def print_translation(
     say("what the prediction assumes:")
     for line in assumptions(translation, result, topology, load):
         say(f"  - {line}")
-
-
-def _reasons(translation: Translation) -> Table:
-    table = Table(title=f"settings of {translation.trainer}", title_justify="left")
-    table.add_column("setting", no_wrap=True)
-    table.add_column("part of the plan", overflow="fold")
-    for option in translation.options:
-        if option.because == SHAPE:
-            continue
-        table.add_row(Text(translation.written(option)), Text(option.because))
-    return table
 
 
 def assumptions(

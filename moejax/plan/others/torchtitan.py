@@ -35,8 +35,6 @@ from moejax.plan.others.translation import (
 
 PACKAGE = "torchtitan 0.3.0"
 YOURS = "hf_assets_path (tokenizer), data, optimizer, learning rate, steps and checkpoints"
-# Fields of its config that are chosen by a subcommand, behind all options.
-REMAT = "activation_checkpoint"
 # model.remat -> (subcommand, the consequence).
 REMATS: dict[str, tuple[str, str]] = {
     "none": ("none", "nothing is recomputed"),
@@ -66,13 +64,10 @@ def to_torchtitan(cfg: Config) -> Translation:
 
 
 def _model(cfg: Config) -> list[Option]:
-    known = TORCHTITAN.get(shape_of(cfg))
-    if known is None:
+    if (known := TORCHTITAN.get(shape_of(cfg))) is None:
         return []
     text = "a registered config of the same shape"
-    return [
-        Option(name, value, text) for name, value in zip(("module", "config"), known, strict=True)
-    ]
+    return [Option("module", known[0], text), Option("config", known[1], text)]
 
 
 def expert_degree(cfg: Config, sizes: Sizes) -> int:
@@ -113,8 +108,7 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
             ("pipeline_parallel_microbatch_size", sizes.rows, "sequences of a micro-batch"),
         ]
     degree = expert_degree(cfg, sizes)
-    text = experts_text(cfg)
-    options.append(("expert_parallel_degree", degree, text))
+    options.append(("expert_parallel_degree", degree, experts_text(cfg)))
     out = [Option(f"parallelism.{name}", value, because) for name, value, because in options]
     if sizes.tensor > 1 and cfg.mesh.activations != "sequence":
         text = "activations between blocks: replicated"
@@ -142,8 +136,8 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
 
 def _remat(cfg: Config) -> list[Option]:
     kind, text = REMATS[cfg.model.remat]
-    name, text = f"{REMAT}:{kind}", f"remat {cfg.model.remat}: {text}"
-    return [Option(name, None, text, subcommand=True)]
+    text = f"remat {cfg.model.remat}: {text}"
+    return [Option(f"activation_checkpoint:{kind}", None, text, subcommand=True)]
 
 
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:

@@ -43,12 +43,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Gap:
-    """A part of the plan that the trainer cannot express.
-
-    Attributes:
-      what: the part of the plan.
-      instead: the trainer's way in its place.
-    """
+    """A part of the plan that the trainer cannot express, and its own way in the part's place."""
 
     what: str
     instead: str
@@ -133,12 +128,10 @@ class Sizes:
 def sizes_of(cfg: Config) -> Sizes:
     """Returns the sizes of a resolved config, such as that of a plan."""
     layout = build_layout(cfg.mesh)
-    across = {axis: layout.size(layout.between_nodes(getattr(layout, axis))) for axis in AXES}
-    size = {axis: layout.size(getattr(layout, axis)) for axis in AXES}
     return Sizes(
-        **size,
+        **{axis: layout.size(getattr(layout, axis)) for axis in AXES},
         nodes=cfg.mesh.nodes or 1,
-        across=across,
+        across={axis: layout.size(layout.between_nodes(getattr(layout, axis))) for axis in AXES},
         batch=cfg.train.batch_sequences,
         micro_batches=cfg.train.micro_batches,
     )

@@ -15,7 +15,7 @@ from functools import partial
 
 from moejax.comm.tokens.rounds import ROUNDS
 from moejax.kernels.experts.blocked_mlp import rows_computed
-from moejax.layout.layout import Layout
+from moejax.layout.layout import Axes, Layout
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Tier, Topology
 from moejax.plan.price.simulate import COMPUTE, Task, Timeline, simulate
@@ -55,8 +55,7 @@ class Totals:
 
     def add(self, other: "Totals", times: int) -> None:
         """Adds the totals of a part that runs `times` times."""
-        for name in ("computed", "sent", "bytes_sent", "exposed"):
-            total = getattr(self, name)
+        for name, total in vars(self).items():
             for key, value in getattr(other, name).items():
                 total[key] += value * times
 
@@ -105,7 +104,7 @@ class Costs:
 
     def links(self, collective: Collective) -> list[tuple[Tier, float, float]]:
         """Returns (tier, seconds, bytes of a device) for each link that a collective uses."""
-        group = self.group(collective.axes)
+        group = group_of(self.topology, self.layout, collective.axes)
         if group is None:
             return []
         seconds = self.topology.seconds(collective.kind, collective.bytes, *group)
@@ -148,11 +147,12 @@ class Costs:
         sharers = max(1.0, self.device.oversubscription)
         return max(met, seconds / sharers, seconds - (1 - 1 / sharers) * computed)
 
-    def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
-        """Returns a collective's group: devices inside a node, then units of each tier above."""
-        inside = self.layout.size(self.layout.inside_node(axes))
-        across = self.layout.size(self.layout.between_nodes(axes))
-        return None if inside * across == 1 else self.topology.group(inside, across)
+
+def group_of(topology: Topology, layout: Layout, axes: Axes) -> tuple[int, ...] | None:
+    """Returns a collective's group for `Topology.seconds`; None for one device."""
+    inside = layout.size(layout.inside_node(axes))
+    across = layout.size(layout.between_nodes(axes))
+    return None if inside * across == 1 else topology.group(inside, across)
 
 
 def alone(op: Op, device: Device, share: float = 1.0) -> float:

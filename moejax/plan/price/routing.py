@@ -134,11 +134,9 @@ def _layer(
     """Returns the chances of a layer: that its buckets hold all rows, and that there are rounds."""
     if not route.exchanges:
         return [(1.0, BucketFill())]
-    moe = cfg.moe
     rows_E = _rows(share_E, cfg, tokens)
     senders = math.prod(hop.peers(layout) for hop in route.exchanges)
-    gathers = [layout.size(hop.axes) for hop in route.hops if hop.kind == "gather"]
-    ranks = math.prod(gathers)
+    ranks = math.prod(layout.size(hop.axes) for hop in route.hops if hop.kind == "gather")
     devices = layout.size(layout.inside.mesh_axes)
     # The busiest device: rows from all devices that send to it, for the experts it owns.
     owned = _grouped(rows_E, senders)
@@ -150,7 +148,7 @@ def _layer(
     if chance < RARE:
         return [(1.0, usual)]
     plain = plain_route(route, layout)
-    small = usual_sizes(plain, layout, moe, tokens=-(-tokens // ROUND_SHARE))
+    small = usual_sizes(plain, layout, cfg.moe, tokens=-(-tokens // ROUND_SHARE))
     rounds = max(1, math.ceil(over / small.rows[0]))
     # All senders have too many rows for a popular device, one of them if it was by chance.
     top = senders * ranks * max(owned) - sizes.expert_rows * route.parts

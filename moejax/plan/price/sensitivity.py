@@ -102,12 +102,12 @@ def changes(topology: Topology) -> dict[str, RateChange]:
                 rates[f"{tier.name}: {name}"] = _on_tier(topology, index, kinds, "bytes_per_s")
             every = tuple(tier.links)
             rates[f"{tier.name}: start of a call"] = _on_tier(topology, index, every, "startup_s")
-    device = {
-        "matrix products": _products,
-        "memory bandwidth": _memory,
-        "start of an operation": _starts,
+    device = topology.device
+    return rates | {
+        "matrix products": lambda factor: replace(topology, device=_products(device, factor)),
+        "memory bandwidth": lambda factor: replace(topology, device=_memory(device, factor)),
+        "start of an operation": lambda factor: replace(topology, device=_starts(device, factor)),
     }
-    return rates | {name: _on_device(topology, change) for name, change in device.items()}
 
 
 def _on_tier(topology: Topology, index: int, kinds: tuple[str, ...], name: str) -> RateChange:
@@ -123,10 +123,6 @@ def _on_tier(topology: Topology, index: int, kinds: tuple[str, ...], name: str) 
         return replace(topology, tiers=tuple(tiers))
 
     return changed
-
-
-def _on_device(topology: Topology, change: Callable[[Device, float], Device]) -> RateChange:
-    return lambda factor: replace(topology, device=change(topology.device, factor))
 
 
 def _products(device: Device, factor: float) -> Device:

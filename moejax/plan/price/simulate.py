@@ -19,19 +19,92 @@ Source: Graham, Bounds on multiprocessing timing anomalies (1969), for the anoma
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import Literal
 
-from moejax.plan.price.timeline import COMPUTE, Task, Timeline
-
-__all__ = ["COMPUTE", "Policy", "Task", "Timeline", "simulate"]
-
+COMPUTE = "compute"
 Policy = Literal["fifo", "priority", "shared"]
 
 # Compute below this share of its speed counts as stopped: sums of shares leave rounding errors.
 STALLED = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A piece of work on one stream.
+
+    Attributes:
+      name: label in a drawn timeline.
+      stream: name of the stream: `compute`, a link, a copy engine.
+      seconds: time alone at full speed. A task of zero seconds is a join.
+      after: indices of the tasks that it waits for, smaller than its own.
+      priority: higher goes first, if the stream's policy is `priority`.
+      compute_share: share of compute's speed that communication takes while it runs.
+    """
+
+    name: str
+    stream: str
+    seconds: float
+    after: tuple[int, ...] = ()
+    priority: int = 0
+    compute_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of each task, in seconds from the beginning."""
+
+    tasks: Sequence[Task]
+    start_s: Sequence[float]
+    end_s: Sequence[float]
+
+    @cached_property
+    def seconds(self) -> float:
+        """End of the last task."""
+        return max(self.end_s, default=0.0)
+
+    def lanes(self) -> dict[str, list[int]]:
+        """Returns the tasks of each stream in order of start: the rows of a Gantt chart."""
+        lanes: dict[str, list[int]] = {}
+        for task_id in sorted(range(len(self.tasks)), key=lambda p: (self.start_s[p], p)):
+            lanes.setdefault(self.tasks[task_id].stream, []).append(task_id)
+        return lanes
+
+    def exposed(self) -> dict[str, float]:
+        """Returns the exposed seconds by name of the task: time without compute, split equally.
+
+        Where communication slows compute, the time lost is split by the shares it takes. So the
+        seconds of all compute tasks plus the exposed ones are the seconds of the schedule.
+        """
+        moments = []  # (when, whether the task starts, task); ends come first
+        for task_id, (start, end) in enumerate(zip(self.start_s, self.end_s, strict=True)):
+            if end > start:
+                moments += [(start, True, task_id), (end, False, task_id)]
+        blame: dict[str, float] = {}
+        running: dict[int, None] = {}
+        before = 0.0
+        for now, starts, task_id in sorted(moments):
+            if now > before:
+                for name, share in self._waited_for(running):
+                    blame[name] = blame.get(name, 0.0) + share * (now - before)
+            before = now
+            if starts:
+                running[task_id] = None
+            else:
+                del running[task_id]
+        return blame
+
+    def _waited_for(self, running: Iterable[int]) -> list[tuple[str, float]]:
+        """Returns (name, share of the time) of running communication that compute waits for."""
+        tasks = [self.tasks[task_id] for task_id in running]
+        others = [task for task in tasks if task.stream != COMPUTE]
+        if len(others) == len(tasks):  # no compute runs
+            return [(task.name, 1 / len(others)) for task in others]
+        occupied = max(1.0, sum(task.compute_share for task in others))
+        return [(t.name, t.compute_share / occupied) for t in others if t.compute_share]
 
 
 def simulate(tasks: Sequence[Task], policies: Mapping[str, Policy] | None = None) -> Timeline:
@@ -146,12 +219,8 @@ class _Run:
         if task.seconds == 0:
             stream.joins.append(task_id)
             return
-        if stream.policy == COMPUTE:
-            key = ()
-        elif stream.policy == "priority":
-            key = (-task.priority, now)
-        else:
-            key = (now,)
+        first = -task.priority if stream.policy == "priority" else 0
+        key = () if stream.policy == COMPUTE else (first, now)
         heappush(stream.ready, (key, task_id))
 
     def _end_next(self, stream: _Stream, now: float) -> None:

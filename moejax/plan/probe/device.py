@@ -50,7 +50,9 @@ def probe_device(
     if cached:
         progress("exponentials and sums")
         computed["exponentials_per_s"] = _values_rate(watch, lambda x: jnp.exp(-x))
-        computed["reductions_per_s"] = _values_rate(watch, _less_sums)
+        computed["reductions_per_s"] = _values_rate(
+            watch, lambda x: x - 1e-3 * jnp.sum(x * x, axis=-1, keepdims=True)
+        )
     gathering = _gather_seconds(watch, copy_bytes)
     progress("small operations")
     startup_s = _small_seconds(watch)
@@ -86,10 +88,6 @@ def _copy_rate(watch: Stopwatch, size: int) -> float:
 def _values_rate(watch: Stopwatch, operate: Callable[[jax.Array], jax.Array]) -> float:
     """Returns the values a second of an operation on rows, an array that a cache holds."""
     return VALUES / watch.seconds(operate, lambda: jnp.full((VALUES // COLUMNS, COLUMNS), 0.1))
-
-
-def _less_sums(x: jax.Array) -> jax.Array:
-    return x - 1e-3 * jnp.sum(x * x, axis=-1, keepdims=True)
 
 
 def _gather_seconds(watch: Stopwatch, size: int) -> float:

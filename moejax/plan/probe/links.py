@@ -62,8 +62,9 @@ def probe_tier(
       quick: fewer sizes; contention is not measured.
     """
     size = watch.mesh.shape[axis]
-    if size == 1:
-        return Tier(name, 1, same_links(_memory_link(watch)))
+    if size == 1:  # it sends nothing: the rate of a copy
+        startup = watch.seconds(lambda x: x + 1, lambda: jnp.zeros(2**18))
+        return Tier(name, 1, same_links(Link(0.0, 2**20 / startup)))
     share = seconds / len(KINDS) * (1 if quick else 0.8)
     links = {}
     for kind in KINDS:
@@ -139,12 +140,6 @@ def _late(watch: Stopwatch, axis: str, link: Link, oversubscription: float) -> f
     rounds = watch.in_turns([between(PRODUCTS), between(2 * PRODUCTS)], AIM_S)
     late = statistics.median(2 * single - double for single, double in rounds)
     return max(0.0, late - link.seconds(sent) / oversubscription)
-
-
-def _memory_link(watch: Stopwatch) -> Link:
-    """Returns a link for a tier of one device, which sends nothing: the rate of a copy."""
-    startup = watch.seconds(lambda x: x + 1, lambda: jnp.zeros(2**18))
-    return Link(0.0, 2**20 / startup)
 
 
 def _curve(
@@ -250,8 +245,7 @@ def probe_pairs(
     rates = [[0.0] * nodes for _ in range(nodes)]
     for number, games in enumerate(tournament(nodes)):
         progress(f"pairs of nodes, round {number + 1}")
-        for way in (0, 1):
-            pairs = [(a, b) if way == 0 else (b, a) for a, b in games]
+        for pairs in (games, [(b, a) for a, b in games]):
             for (a, b), seconds in _transfer(devices, processes, pairs, size).items():
                 rates[a][b] = size / seconds
     return tuple(map(tuple, rates))

@@ -122,13 +122,11 @@ def _probe_tiers(
     """Measures both tiers, and joins them if they are equally fast."""
     inside, across = nodes.tier_names
     count = nodes.sizes[0]
-    seconds = effort.seconds / (2 if count > 1 else 1)
-
     tier = partial(
         probe_tier,
         watch,
         oversubscription=oversubscription,
-        seconds=seconds,
+        seconds=effort.seconds / (2 if count > 1 else 1),
         quick=effort.quick,
         progress=progress,
     )

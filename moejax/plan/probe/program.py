@@ -65,10 +65,11 @@ def probe_program(watch: Stopwatch, device: Device) -> float:
     layout = train_step.layout
     inside = Stopwatch(watch.processes, watch.mesh.devices, [name for name, _ in layout.sizes])
 
-    def operate(arguments: Any) -> Any:
-        return train_step.gradients_of_device(*arguments)
-
-    measured = inside.seconds(operate, lambda: _arguments(train_step), aim_s=SECONDS)
+    measured = inside.seconds(
+        lambda arguments: train_step.gradients_of_device(*arguments),
+        lambda: _arguments(train_step),
+        aim_s=SECONDS,
+    )
     if not watch.processes.first:
         return 0.0
     traced = train_step.gradients.trace(train_step.abstract, train_step.abstract_batch())

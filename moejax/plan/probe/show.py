@@ -47,14 +47,13 @@ def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> Non
         table.add_column(column, justify="right")
     for tier in topology.tiers:
         for kind, link in tier.links.items() if tier.size > 1 else ():
-            node = _gigabits(link.bytes_per_s * topology.tiers[0].size)
             table.add_row(
                 f"{tier.name} {tier.size}",
                 kind,
                 f"{link.startup_s * 1e3:.2f} ms",
                 f"{link.bytes_per_s:.3g}",
                 _gigabits(link.bytes_per_s),
-                node,
+                _gigabits(link.bytes_per_s * topology.tiers[0].size),
                 f"{link.error:.1%}",
             )
     console.print(table)

@@ -50,13 +50,12 @@ function section(title, caption, ...children) {
 }
 function table(head, rows, foot) {
   const cell = (tag) => (value, place) => value instanceof Element && value.matches("td") ? value
-    : el(tag, { class: place && !head[place].left ? "num" : null }, value);
-  const made = el("table", {}, el("thead", {}, el("tr", {}, head.map((one, place) => cell("th")(one.name, place)))),
+    : el(tag, { class: place ? "num" : null }, value);
+  const made = el("table", {}, el("thead", {}, el("tr", {}, head.map(cell("th")))),
     el("tbody", {}, rows.map((row) => el("tr", {}, row.map(cell("td"))))));
   if (foot) made.append(el("tfoot", {}, el("tr", {}, foot.map(cell("td")))));
   return made;
 }
-const columns = (...names) => names.map((name) => ({ name }));
 function stack(parts, whole) {
   return el("div", { class: "stack", "aria-hidden": "true" }, parts.map(([name, size, background, waits, pale]) => el("i", {
     class: `${waits ? "waits" : ""} ${pale ? "pale" : ""} ${size / whole < 0.09 ? "thin" : ""}`,
@@ -145,7 +144,7 @@ function against(one, most) {
     return [words(name), ms(mine), ms(theirs), el("td", { class: `num ${kind}` }, none ? "-" : more ? `+${change}` : change)];
   };
   if (!rows.length) return el("p", { class: "soft" }, "No part of the step differs by 0.2 %.");
-  return table(columns("ms of a step", "chosen", "there", "more"), rows.map(cells),
+  return table(["ms of a step", "chosen", "there", "more"], rows.map(cells),
     cells(["the whole step", best.seconds, one.seconds]));
 }
 
@@ -156,7 +155,7 @@ function terms() {
   if (rest.length) rows.push([`${rest.length} smaller parts`, left, "var(--track)", false, true]);
   section("Where the step goes", "One step of one device, cut by what it is spent on. Grey is computing. Hatched colour is " +
     "waiting: the network works and nothing computes. Traffic that hides behind computing costs nothing here.",
-    stack(rows, best.seconds), table(columns("part", "ms", "share"), rows.map(([name, seconds, background, waits]) =>
+    stack(rows, best.seconds), table(["part", "ms", "share"], rows.map(([name, seconds, background, waits]) =>
       [el("td", {}, swatch(background, waits), name), ms(seconds), percent(seconds / best.seconds)]),
       ["the step", ms(best.seconds), "100 %"]));
 }
@@ -169,7 +168,7 @@ function traffic() {
       if (!mine.length) return el("p", {}, `Nothing travels over ${name}.`);
       const sum = (key) => mine.reduce((total, one) => total + one[key], 0);
       return [el("h3", {}, `${name}: busy ${percent(sum("seconds") / best.seconds)} of the step`),
-        table(columns("purpose", "sent", "ms busy", ""), mine.map((one) => [
+        table(["purpose", "sent", "ms busy", ""], mine.map((one) => [
           el("td", {}, swatch(link(one.class)), sent(one.class)), bytes(one.bytes), ms(one.seconds),
           el("td", { class: "bar" }, el("i", { style: `width:${(100 * one.seconds) / largest}%;background:${link(one.class)}` }))]),
           ["together", bytes(sum("bytes")), ms(sum("seconds")), ""])];
@@ -183,7 +182,7 @@ function memory() {
   const rows = (parts, base, labelOf) => Object.entries(parts).filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1])
     .map(([name, size], place) => [labelOf(name), size, shades(base)(place), false, place > 1]);
   const [stays, comes] = [rows(kept, "weights", words), rows(temporary, "combine", words)];
-  const listed = (title, all) => el("div", {}, el("h3", {}, title), table(columns("kind", "size", "of the device"),
+  const listed = (title, all) => el("div", {}, el("h3", {}, title), table(["kind", "size", "of the device"],
     all.map(([name, size, background]) => [el("td", {}, swatch(background), name), bytes(size), share(size)]),
     ["together", ...[all.reduce((sum, [, size]) => sum + size, 0)].flatMap((size) => [bytes(size), share(size)])]));
   section("What fills the memory", `One device at the step's peak memory: ${bytes(data.memory.bytes)}, ` +
@@ -447,7 +446,7 @@ function changes(one) {
   const found = one.changes.filter(({ factor }) => factor !== null).sort((a, b) => far(a) - far(b));
   const never = one.changes.filter(({ factor }) => factor === null).map(({ rate }) => rate);
   const rows = found.map(({ rate, factor }) => [rate, times(factor)]);
-  return [rows.length ? table(columns("this alone", "would have to be"), rows) : null, never.length ? el("p", { class: "soft" },
+  return [rows.length ? table(["this alone", "would have to be"], rows) : null, never.length ? el("p", { class: "soft" },
     `None of these alone would do it, from 16 \u00d7 worse to 16 \u00d7 better: ${never.join("; ")}.`) : null];
 }
 

@@ -137,18 +137,20 @@ def _traffic(plan: PricedPlan) -> list[dict[str, Any]]:
 
 
 def _memory(plan: PricedPlan, steps: Steps) -> dict[str, Any]:
-    """Returns the step's arguments by kind, and its temporaries at the peak by scope."""
+    """Returns the step's arguments by kind, and its temporaries at the peak by scope.
+
+    Arrays stacked by loops have own names.
+    """
     arguments = plan.traced.train_step.argument_bytes()
     arguments["counters"] = plan.steps.arguments - sum(arguments.values())
-    memory = {"arguments": arguments, "temporary": _fullest(plan, steps), "bytes": plan.steps.bytes}
-    return memory | {"evaluation": plan.evaluation.bytes}
-
-
-def _fullest(plan: PricedPlan, steps: Steps) -> dict[str, int]:
-    """Returns the temporaries at the peak by scope; arrays stacked by loops have own names."""
     peaks = [plan.traced.peak(_naming_loops(schedule)) for _, schedule, _ in steps.runs]
     fullest = max(peaks, key=lambda peak: peak.bytes)
-    return dict(sorted(fullest.by_scope.items(), key=lambda item: -item[1]))
+    return {
+        "arguments": arguments,
+        "temporary": dict(sorted(fullest.by_scope.items(), key=lambda item: -item[1])),
+        "bytes": plan.steps.bytes,
+        "evaluation": plan.evaluation.bytes,
+    }
 
 
 def _naming_loops(schedule: Schedule) -> Schedule:

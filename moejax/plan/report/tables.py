@@ -105,7 +105,9 @@ def print_ranked(
         f"{result.seconds:.1f} s. GiB is per device, ms per step.",
         highlight=False,
     )
-    console.print(rules_text(result), highlight=False)
+    words = " ".join(f"{name}: {RULES[name]}." for name in result.rules) or "none fits."
+    rules = f"{gain_text(result)} Rules of thumb, without codecs: {words}"
+    console.print(rules, highlight=False)
     if result.cut is not None:
         console.print(f"note: {result.cut}", highlight=False, soft_wrap=True)
 
@@ -152,12 +154,6 @@ def named_rows(
     shown = {plan.cfg for _, plan in rows}
     named = [(f"{rank} {names.get(plan.cfg, '')}".strip(), plan) for rank, plan in rows]
     return named + [(n, plan) for n, plan in result.rules.items() if plan.cfg not in shown]
-
-
-def rules_text(result: SearchResult) -> str:
-    """Returns the rules of thumb, and the gain of the chosen plan over the best of them."""
-    words = " ".join(f"{name}: {RULES[name]}." for name in result.rules)
-    return f"{gain_text(result)} Rules of thumb, without codecs: {words or 'none fits.'}"
 
 
 def gain_text(result: SearchResult) -> str:

@@ -12,6 +12,7 @@ from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
+from moejax.plan.price.cost import group_of
 from moejax.step.pipeline.schedule import Schedule, build_schedule
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -265,7 +266,10 @@ class Estimate:
         total = 0.0
         if model.has_experts:
             rows = 1.25 * local * moe.experts_per_token * model.width * width
-            total += self._rearranged(rows)
+            if layout.size(layout.expert_owner_axes) > 1:  # from token order to buckets, and back
+                device = self.topology.device
+                moved = 8 * rows / device.gather_bytes_per_s + SMALL_OPS * device.startup_s
+                total += device.program_overhead * moved
             total += 4 * self._cost("all_to_all", rows, layout.expert_owner_axes)
             if layout.hidden_over_tensor:
                 ranks = layout.size(layout.tensor)
@@ -273,14 +277,6 @@ class Estimate:
             total *= self.expert_blocks
         whole = self.tokens * model.width * width
         return total + 4 * self._cost("all_gather", whole, layout.tensor)
-
-    def _rearranged(self, rows: float) -> float:
-        """Returns the seconds of rearranging rows between token order and buckets, both ways."""
-        device, layout = self.topology.device, self.layout
-        if layout.size(layout.expert_owner_axes) == 1:
-            return 0.0
-        moved = 8 * rows / device.gather_bytes_per_s + SMALL_OPS * device.startup_s
-        return device.program_overhead * moved
 
     def _weights(self) -> float:
         """Returns a block's seconds of gathering weights and reducing gradients."""
@@ -319,9 +315,5 @@ class Estimate:
         return first + self._cost("all_gather", size, fast)
 
     def _cost(self, kind: str, size: float, axes: Axes) -> float:
-        layout = self.layout
-        inside = layout.size(layout.inside_node(axes))
-        across = layout.size(layout.between_nodes(axes))
-        if inside * across == 1:
-            return 0.0
-        return max(self.topology.seconds(kind, size, *self.topology.group(inside, across)))
+        group = group_of(self.topology, self.layout, axes)
+        return 0.0 if group is None else max(self.topology.seconds(kind, size, *group))

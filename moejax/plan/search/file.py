@@ -119,11 +119,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_plan(path: Path, data: dict[str, Any]) -> None:
-    """Checks a plan file's fields and gives settings their types.
-
-    Raises:
-      InputError: for a field that is no number, or a setting that plans do not set.
-    """
+    """Checks a plan file's fields and gives settings their types."""
     for name, (holds, rule) in FIELDS.items():
         if not holds(data.get(name)):
             raise _damaged(path, name, data.get(name), rule)

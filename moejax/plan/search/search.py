@@ -142,7 +142,6 @@ class _Search:
     priced: dict[Config, PricedPlan] = field(default_factory=dict)
     too_large: int = 0
     staged: bool = False  # whether the meshes that are searched now have pipeline stages
-    traced_before: int = 0
 
     @property
     def memory_budget(self) -> float:
@@ -156,32 +155,27 @@ class _Search:
         return enough and self.budget.spent
 
     def run(self) -> SearchResult:
-        """Runs the search.
-
-        Raises:
-          InputError: if no plan is valid, or none fits into memory.
-        """
+        """Runs the search; see `search`."""
         began = time.perf_counter()
         meshes = list(space.meshes(self.cfg, self.limits))
         estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
         self.progress(f"{len(meshes):,} meshes estimated")
         with frozen_garbage():
             cut = self._choose_both(estimates)
-            self._check_found(len(meshes))
-            traced = self.traced_before + self.budget.traced
+            if not self._ranked():
+                raise InputError(self._why_none(len(meshes)))
+            traced = len(self.priced)
             ranked, rules = self._ranked_beside_rules()
         seconds = time.perf_counter() - began
         return SearchResult(
             ranked, len(meshes), traced, self.too_large, self.memory_budget, seconds, cut, rules
         )
 
-    def _check_found(self, meshes: int) -> None:
-        if self._ranked():
-            return
+    def _why_none(self, meshes: int) -> str:
         peaks = [plan.peak.bytes for plan in self.priced.values()]
         first = self.budget.before or self.budget
         traces = first.traces if first.traced >= first.traces else None
-        raise InputError(why_none(self.cfg, self.limits, peaks, self.memory_budget, meshes, traces))
+        return why_none(self.cfg, self.limits, peaks, self.memory_budget, meshes, traces)
 
     def _choose_both(self, estimates: list[Estimate]) -> str | None:
         """Searches meshes without stages, then meshes with stages. Returns why it was cut short."""
@@ -196,7 +190,7 @@ class _Search:
         likely = any(one.seconds() < limit for one in self._fitting(staged))
         if likely or not self._ranked():
             self.staged = True
-            self.traced_before, self.budget = self.budget.traced, self.budget.another()
+            self.budget = self.budget.another()
             self._choose(staged)
             cut = cut or self.budget.cut_text()
         return cut
@@ -246,8 +240,7 @@ class _Search:
                 yield estimate.cfg
 
     def _fitting(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        fitting = map(self._estimate_that_fits, estimates)
-        return [estimate for estimate in fitting if estimate is not None]
+        return [fit for fit in map(self._estimate_that_fits, estimates) if fit is not None]
 
     def _estimate_that_fits(self, estimate: Estimate) -> Estimate | None:
         if estimate.bytes() <= ROUGH * self.memory_budget:
@@ -315,13 +308,10 @@ class _Search:
         self.budget.count(time.perf_counter() - began)
         self.priced[cfg] = plan
         self.too_large += not self._fits(plan)
-        traced = self.traced_before + self.budget.traced
-        self.progress(f"{traced} plans traced, best so far {self._best()}")
-        return plan
-
-    def _best(self) -> str:
         ranked = self._ranked()
-        return f"{ranked[0].seconds:.4g} s a step" if ranked else "none fits"
+        best = f"{ranked[0].seconds:.4g} s a step" if ranked else "none fits"
+        self.progress(f"{len(self.priced)} plans traced, best so far {best}")
+        return plan
 
     def _refine(self, start: PricedPlan, *, chunks: bool) -> None:
         """Changes one part at a time and keeps faster plans.

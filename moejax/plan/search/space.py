@@ -177,13 +177,10 @@ def codecs(cfg: Config, limits: Limits) -> Iterator[Config]:
     groups = [list(allowed), gradients, [name for name in allowed if name not in gradients]]
     stages = {f"compression.{kind}" for kind in STAGES if cfg.mesh.stage == 1}
     groups += [[name] for name in allowed if name not in stages]
-    seen: list[list[str]] = []
-    for group in groups:
-        if group and group not in seen:
-            seen.append(group)
-            candidate = resolve(change(cfg, {name: allowed[name] for name in group}), limits)
-            if candidate is not None:
-                yield candidate
+    for group in filter(None, dict.fromkeys(map(tuple, groups))):
+        candidate = resolve(change(cfg, {name: allowed[name] for name in group}), limits)
+        if candidate is not None:
+            yield candidate
 
 
 def without_codecs(cfg: Config, limits: Limits) -> Config:

@@ -65,9 +65,11 @@ def _fullest(schedule: Schedule, elsewhere: set[int]) -> tuple[int, dict[str, in
             size = max(0, size - sum(sizes[b] for b in dying))
         inside, scopes = _inside(op)
         if now + size + inside > highest:
-            highest = now + size + inside
-            by_scope = _by_scope(alive, sizes, scopes)
-            by_scope[op.scope] = by_scope.get(op.scope, 0) + size
+            highest, total = now + size + inside, Counter(scopes)
+            for b, scope in alive.items():
+                total[scope] += sizes[b]
+            total[op.scope] += size
+            by_scope = dict(total)
         for b in new:
             alive[b] = op.scope
             now += sizes[b]
@@ -92,10 +94,3 @@ def _last_uses(schedule: Schedule) -> dict[int, int]:
         last |= dict.fromkeys((*op.reads, *op.writes), index)
     results = (b for b in schedule.outputs if b is not None)
     return last | dict.fromkeys(results, len(schedule.ops))
-
-
-def _by_scope(alive: dict[int, str], sizes: tuple[int, ...], more: dict[str, int]) -> dict:
-    total: Counter[str] = Counter(more)
-    for b, scope in alive.items():
-        total[scope] += sizes[b]
-    return dict(total)

@@ -33,6 +33,7 @@ WORKING = ("while", "pallas_call", "core_map", "mpmd_map")
 REST = "the rest"  # operations outside any named scope: norms, residual sums
 TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 TRANSFORMS |= {"while", "body", "cond", "closed_call", "shard_map", "remat"}
+Scope = tuple[str, ...]  # named scopes, outermost first
 
 
 def read(jaxpr: Any, *, rounds: int = 0) -> Schedule:
@@ -57,13 +58,13 @@ class _Reader:
         self.storage = Storage()
         self.nodes: list[Node] = []
 
-    def schedule(self, jaxpr: Any, scope: tuple[str, ...]) -> Schedule:
+    def schedule(self, jaxpr: Any, scope: Scope) -> Schedule:
         """Returns the schedule of a jaxpr inside the named scopes, outermost first."""
         inputs = [self.storage.new(_bytes(var.aval)) for var in jaxpr.invars]
         outputs = self._run(jaxpr, inputs, scope)
         return fuse(self.nodes, self.storage, inputs, outputs)
 
-    def _run(self, jaxpr: Any, operands: Sequence[int | None], scope: tuple[str, ...]) -> list:
+    def _run(self, jaxpr: Any, operands: Sequence[int | None], scope: Scope) -> list:
         """Walks the equations; returns the values of the jaxpr's results."""
         values: dict[Any, int | None] = dict.fromkeys(jaxpr.constvars)
         values |= dict(zip(jaxpr.invars, operands, strict=True))
@@ -78,7 +79,7 @@ class _Reader:
             values.update(zip(eqn.outvars, results, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> Sequence[int | None]:
+    def _equation(self, eqn: Any, operands: list, scope: Scope) -> Sequence[int | None]:
         name = eqn.primitive.name
         if name in VIEWS:
             return operands[:1]
@@ -91,7 +92,9 @@ class _Reader:
         if name == "while":
             return self._while(eqn, operands, scope)
         if name == "cond":
-            return self._run(opened(self._branch(eqn)), operands[1:], scope)
+            branches = eqn.params["branches"]
+            taken = [b for b in branches if self.rounds and _has_rounds(b)] or branches
+            return self._run(opened(taken[0]), operands[1:], scope)
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
@@ -126,13 +129,7 @@ class _Reader:
         return self._add("region", eqn, operands, scope, **computed)
 
     def _add(
-        self,
-        kind: Any,
-        eqn: Any,
-        operands: list,
-        scope: tuple[str, ...],
-        unread: float = 1.0,
-        **cost: Any,
+        self, kind: Any, eqn: Any, operands: list, scope: Scope, unread: float = 1.0, **cost: Any
     ) -> list[int]:
         """Adds a node that reads its operands, or slices of them, and writes new buffers."""
         written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
@@ -144,7 +141,7 @@ class _Reader:
         self.nodes.append(Node(op, reads, tuple(written), unread))
         return written
 
-    def _gather(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
+    def _gather(self, eqn: Any, operands: list, scope: Scope) -> list[int]:
         """Adds a gather, scatter, sort or in-place update, priced by the bytes that it moves."""
         name, sizes = eqn.primitive.name, [_bytes(var.aval) for var in eqn.invars]
         out = sum(_bytes(var.aval) for var in eqn.outvars)
@@ -168,7 +165,7 @@ class _Reader:
         self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return written
 
-    def _collective(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
+    def _collective(self, eqn: Any, operands: list, scope: Scope) -> list[int]:
         axes = eqn.params.get("axes") or eqn.params.get("axis_name")
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         kind, written = KINDS[eqn.primitive.name], []
@@ -183,39 +180,36 @@ class _Reader:
             self.nodes.append(Node(op, _reads([value]), (written[-1],)))
         return written
 
-    def _scan(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
+    def _scan(self, eqn: Any, operands: list, scope: Scope) -> list[int | None]:
         params = eqn.params
         length, unroll = params["length"], params["unroll"]
         consts, carry, _ = scan_operands(params, operands)
-        body = _Reader(self.rounds).schedule(opened(params["jaxpr"]), scope)
         unrolled = unroll if isinstance(unroll, int) and 1 < unroll <= length else 1
-        return self._loop(
-            eqn, operands, (len(consts), carry), scope, body, length // unrolled, unrolled
-        )
+        trips = {"trip_count": length // unrolled, "unrolled": unrolled}
+        return self._loop(eqn, params["jaxpr"], operands, scope, (len(consts), carry), **trips)
 
-    def _while(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
+    def _while(self, eqn: Any, operands: list, scope: Scope) -> list[int | None]:
         params = eqn.params
-        body_consts, cond_consts = params["body_nconsts"], params["cond_nconsts"]
-        body = _Reader(self.rounds).schedule(opened(params["body_jaxpr"]), scope)
-        trip_count = max(self.rounds, 1) if ROUNDS in scope else 1
-        carried = operands[cond_consts + body_consts :]
-        return self._loop(eqn, operands, (body_consts, carried), scope, body, trip_count, 1)
+        first = params["body_nconsts"]
+        carried = first, operands[params["cond_nconsts"] + first :]
+        trips = {"trip_count": max(self.rounds, 1) if ROUNDS in scope else 1}
+        return self._loop(eqn, params["body_jaxpr"], operands, scope, carried, **trips)
 
     def _loop(
         self,
         eqn: Any,
+        jaxpr: Any,
         operands: list,
+        scope: Scope,
         carried: tuple[int, list],
-        scope: tuple[str, ...],
-        body: Schedule,
-        trip_count: int,
-        unrolled: int,
+        **trips: Any,
     ) -> list[int | None]:
-        """Adds a loop. Its carry stays in place; stacked results get new buffers.
+        """Adds a loop over a jaxpr. Its carry stays in place; stacked results get new buffers.
 
         Args:
           carried: index of the carry in the body's inputs, and its initial values.
         """
+        body = _Reader(self.rounds).schedule(opened(jaxpr), scope)
         first, carry = carried
         written: list[int] = [
             self.storage.new(_bytes(var.aval)) if value is None else self.storage.alias(value)
@@ -228,18 +222,11 @@ class _Reader:
             "loop",
             *_labels(scope),
             body=body,
-            trip_count=trip_count,
-            unrolled=unrolled,
             carried=tuple((a, b) for a, b in pairs if b is not None),
+            **trips,
         )
         self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return list(written)
-
-    def _branch(self, eqn: Any) -> Any:
-        branches = eqn.params["branches"]
-        if self.rounds:
-            return next((b for b in branches if _has_rounds(b)), branches[0])
-        return branches[0]
 
 
 def _works(jaxpr: Any) -> bool:
@@ -257,12 +244,12 @@ def _has_rounds(jaxpr: Any) -> bool:
     )
 
 
-def _scope_names(eqn: Any) -> tuple[str, ...]:
+def _scope_names(eqn: Any) -> Scope:
     """Returns the named scopes of an equation, outermost first."""
     return tuple(re.findall(r"[A-Za-z_]\w*", str(eqn.source_info.name_stack)))
 
 
-def _labels(scope: tuple[str, ...]) -> tuple[str, bool]:
+def _labels(scope: Scope) -> tuple[str, bool]:
     """Returns (scope, whether it is in the backward pass)."""
     named = [name for name in scope if name not in TRANSFORMS]
     return (named[-1] if named else REST), "transpose" in scope
