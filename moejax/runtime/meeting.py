@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -151,7 +151,7 @@ class _Host:
         with self._lock:
             for connection in (*self._guests.values(), *self._refused):
                 with suppress(OSError), connection:
-                    connection.sendall(_line(answer))
+                    connection.sendall(line(answer))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -176,7 +176,7 @@ def _visit(rank: Rank, until: float) -> str:
     while time.monotonic() < until:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as connection:
-                connection.sendall(_line(_introduction(rank)))
+                connection.sendall(line(_introduction(rank)))
                 own = _reached_at([connection])
                 answer = _wait_for_word(connection, rank, waiting, until)
                 reason = "a run that has begun answers there, or another program"
@@ -226,7 +226,8 @@ def _difference(said: dict[str, Any], own: dict[str, Any]) -> str | None:
     return None
 
 
-def _line(value: dict[str, Any]) -> bytes:
+def line(value: Mapping[str, Any]) -> bytes:
+    """Returns an object as a line of JSON."""
     return json.dumps(value).encode() + b"\n"
 
 

@@ -14,12 +14,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from moejax.checkpoint.compatible import (
-    check_resumable,
-    check_same_base,
-    check_same_data,
-    rate_notes,
-)
+from moejax.checkpoint.compatible import check_same_base, resume_notes
 from moejax.checkpoint.disk_space import check_disk_space, check_writable
 from moejax.checkpoint.find import Saved, newest
 from moejax.checkpoint.manifest import finished_steps, stored_bytes
@@ -183,12 +178,7 @@ def choose_checkpoint(
     """
     saved, notes = _newest(cfg, processes, copies, before)
     if saved is not None:
-        changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
-        notes += [f"setting changed since the checkpoint: {change}" for change in changes]
-        notes += rate_notes(saved.manifest.get("config", {}), cfg, step=saved.step)
-        allowed = cfg.checkpoint.allow_changed_data
-        changes = check_same_data(saved.manifest, content, allowed=allowed)
-        notes += [f"data changed since the checkpoint: {change}" for change in changes]
+        notes += resume_notes(saved.manifest, cfg, content, step=saved.step)
         if cfg.lora.rank is None:
             return saved, None, notes
     source = find_source(cfg, cfg.checkpoint.verify, processes)

@@ -153,7 +153,7 @@ def test_a_stranger_does_not_disturb_the_meeting(address, said):
 def come(address, index):
     """Comes as a process of three, and returns the connection."""
     connection = connect(address)
-    connection.sendall(meeting._line(meeting._introduction(Rank(address, 3, index))))
+    connection.sendall(meeting.line(meeting._introduction(Rank(address, 3, index))))
     return connection
 
 
