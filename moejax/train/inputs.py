@@ -71,12 +71,11 @@ def on_devices(train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
     read = {block: rows(*block) for block in sorted(held)}
 
     def array(name: str) -> jax.Array:
-        def shard(index: Any) -> np.ndarray:
-            return getattr(read[bounds(index)], name)
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: getattr(read[bounds(index)], name)
+        )
 
-        return jax.make_array_from_callback(shape, sharding, shard)
-
-    return Batch(array("token_BT"), array("target_BT"), array("segment_BT"))
+    return Batch(*map(array, Batch._fields))
 
 
 def held_out_batches(

@@ -50,15 +50,14 @@ def highest_peak(log: Path, facts: Mapping[str, Any], measured: float) -> float:
     """
     peaks = [measured]
     for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
-        if '"event": "start"' in text and _same_products(start := json.loads(text), facts):
-            peaks.append(start.get("peak_flops_per_second") or 0.0)
+        if '"event": "start"' in text:
+            start = json.loads(text)
+            same = all(
+                start.get(name) == facts[name] for name in ("device", "devices", "processes")
+            )
+            if same and start["config"]["model"]["dtype"] == facts["config"]["model"]["dtype"]:
+                peaks.append(start.get("peak_flops_per_second") or 0.0)
     return max(peaks)
-
-
-def _same_products(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two starts had the same devices and multiplied in the same dtype."""
-    same = all(a.get(name) == b[name] for name in ("device", "devices", "processes"))
-    return same and a["config"]["model"]["dtype"] == b["config"]["model"]["dtype"]
 
 
 def traffic_rows(collectives: list[Collective], layout: Layout) -> list[dict[str, Any]]:
