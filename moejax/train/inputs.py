@@ -10,7 +10,6 @@ import numpy as np
 
 from moejax.config.schema import Config
 from moejax.data import batches as data_batches
-from moejax.data import corpus
 from moejax.data.skipped import SkippedData, data_position
 from moejax.data.sources import Content, describe_sources, open_sources
 from moejax.data.tokenizer import Tokenizer
@@ -49,10 +48,6 @@ class Inputs:
         """Raises InputError if the data ends before the run does, left out batches counted."""
         steps = self.cfg.train.num_steps
         self.train.check_steps(steps, data_position(steps, self.skipped) - steps)
-
-    def baselines(self) -> dict[str, float]:
-        """Returns the bits per byte of other models on the same held-out text, by name."""
-        return corpus.baselines() if self.cfg.data.source == "stdlib" else {}
 
 
 def on_devices(train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
