@@ -87,7 +87,7 @@ def traffic_rows(collectives: list[Collective], layout: Layout) -> list[dict[str
     ]
 
 
-class ExpertLoads:
+class ExpertLoads(EventLog):
     """Appends the experts' load to `experts.jsonl`, as often as a picture of the run needs."""
 
     def __init__(self, run_dir: Path, num_steps: int):
@@ -96,7 +96,7 @@ class ExpertLoads:
         Args:
           num_steps: of the run, of which about `SNAPSHOTS` are recorded.
         """
-        self._log = EventLog(run_dir / "experts.jsonl")
+        super().__init__(run_dir / "experts.jsonl")
         self._every, self._num_steps = num_steps / SNAPSHOTS, num_steps
         self._last: int | None = None
 
@@ -104,9 +104,5 @@ class ExpertLoads:
         """Adds the load of a step, unless the last recorded step is too near."""
         last = self._last
         if last is None or not last < step < last + self._every or step == self._num_steps:
-            self._log.write("load", step=step, load=np.asarray(load_LE).tolist())
+            self.write("load", step=step, load=np.asarray(load_LE).tolist())
             self._last = step
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._log.close()
