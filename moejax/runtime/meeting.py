@@ -32,7 +32,8 @@ def meet(rank: Rank, listens_at: str) -> str:
 
     Raises:
       MeetingError: if some have not come in time; it names them.
-      InputError: if two are the same process, or differ in number or version.
+      InputError: if two are the same process, or differ in number or version, or if process 0
+        cannot listen: JAX would end it without a message.
     """
     until = time.monotonic() + patience()
     if rank.index == 0:
@@ -80,7 +81,16 @@ class _Host:
         self._lock = threading.Lock()
         self._wrong: str | None = None
         host, _, port = listens_at.rpartition(":")
-        self._server = listen(host, int(port))
+        try:
+            if not 0 < int(port) < 1 << 16:
+                raise ValueError("a port is between 1 and 65535")
+            self._server = listen(host, int(port))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"process 0 cannot listen for the others. At {listens_at}: {error}. "
+                f"MOEJAX_COORDINATOR must be an address of its machine and a free port. Correct "
+                f"it, or name the address to listen at in JAX_COORDINATOR_BIND_ADDRESS."
+            ) from error
         self._server.settimeout(0.2)
 
     def wait(self, until: float) -> str:

@@ -203,7 +203,7 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
       new_links: newly measured links to plan with; the run then does not plan a third time.
     """
     inputs, processes, console = start.inputs, start.processes, start.console
-    resuming = origin.saved is not None or origin.memory.found
+    resuming = origin.saved is not None or origin.memory.found is not None
     planned = prepare_step(
         start.cfg, processes, console, start.watch, resuming=resuming, new_links=new_links
     )

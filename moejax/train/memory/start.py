@@ -29,6 +29,7 @@ class Memory:
     """The copies that hosts hold of a run at its start; none without `checkpoint.memory_every`.
 
     Attributes:
+      found: the newest step that may be resumed; None without one.
       notes: about steps with missing or damaged parts.
     """
 
@@ -41,16 +42,11 @@ class Memory:
         self._newer_than = 0 if saved is None else saved.step
         self._held_slot: int | None = None
         self._members: Members | None = None
-        self._found: IntactStep | None = None
+        self.found: IntactStep | None = None
         self.notes: list[str] = []
         if cfg.checkpoint.memory_every is not None:
             self._members = open_members(cfg, processes)
-            self._found, self.notes = find(self._members, self._newer_than)
-
-    @property
-    def found(self) -> bool:
-        """Whether there is a step that may be resumed."""
-        return self._found is not None
+            self.found, self.notes = find(self._members, self._newer_than)
 
     def resume(
         self,
@@ -71,7 +67,7 @@ class Memory:
           note: shows a line to the user.
         """
         passed_over: list[tuple[int, str]] = []
-        while self._members is not None and (found := self._found) is not None:
+        while self._members is not None and (found := self.found) is not None:
             unfit = _unfit(found, train_step.cfg, content, base, note)
             if found.facts[ENTRY] != to_json(skipped):
                 unfit = "the run went back to before it"
@@ -88,7 +84,7 @@ class Memory:
                     if one.holder == self._members.processes.index:
                         remove_damaged(self._members, one.name, unfit)
             note(f"step {found.step} in memory is not taken: {unfit}")
-            self._found, notes = find(self._members, self._newer_than, passed_over)
+            self.found, notes = find(self._members, self._newer_than, passed_over)
             for text in notes:
                 note(text)
         return None
