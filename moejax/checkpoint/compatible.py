@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -76,6 +77,26 @@ SHAPES = (
 SHOWN = 4  # changed files named in a message
 CODEC_STATE = 1  # increases when the meaning of the codecs' state changes
 ConfigChange = tuple[str, Any, Any]  # name, value in the checkpoint, value now
+
+
+def resume_notes(
+    manifest: dict[str, Any], cfg: Config, content: Content, *, step: int, rates: bool = True
+) -> Iterator[str]:
+    """Yields notes about harmless changes since the checkpoint of `step`, to be logged.
+
+    Args:
+      content: the data of the run.
+      rates: whether a changed learning rate is such a change.
+    Raises:
+      InputError: lists settings or data that changed and must not.
+    """
+    saved = manifest.get("config", {})
+    for change in check_resumable(saved, cfg, step=step):
+        yield f"setting changed since the checkpoint: {change}"
+    if rates:
+        yield from rate_notes(saved, cfg, step=step)
+    for change in check_same_data(manifest, content, allowed=cfg.checkpoint.allow_changed_data):
+        yield f"data changed since the checkpoint: {change}"
 
 
 def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[str]:

@@ -47,8 +47,7 @@ class ArrayDigests(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest's entry: a text for each layer, with all its experts in a row."""
-        rows = self.cells.reshape(1, -1) if self.cells.ndim < 2 else self.cells
-        rows = self.cells.reshape(-1, 1) if self.cells.ndim == 1 else rows
+        rows = self.cells if self.cells.ndim == 2 else self.cells.reshape(-1, 1)
         texts = ["".join(row) for row in rows]
         return {"shape": list(self.shape), "dtype": self.dtype, "digests": texts}
 

@@ -17,17 +17,8 @@ from moejax.runtime.processes import Processes
 TOLD = (*FULL, *READ_ONLY)  # errors of which moejax says one line
 
 
-def is_full(error: BaseException | None) -> bool:
-    """Returns whether an error or its cause is a full disk or quota."""
-    return _is_of(error, FULL)
-
-
-def is_read_only(error: BaseException | None) -> bool:
-    """Returns whether an error or its cause is a place that cannot be written to."""
-    return _is_of(error, READ_ONLY)
-
-
-def _is_of(error: BaseException | None, numbers: tuple[int, ...]) -> bool:
+def is_of(error: BaseException | None, numbers: tuple[int, ...]) -> bool:
+    """Returns whether an error or its cause has one of the system's numbers, such as `FULL`."""
     while error is not None:
         if getattr(error, "errno", None) in numbers or _says(str(error), numbers):
             return True
@@ -63,9 +54,9 @@ def naming_full_disk(directory: Path, step: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_full(error):
+        if is_of(error, FULL):
             raise disk_full_error(directory, step, "the disk is full") from error
-        if is_read_only(error):
+        if is_of(error, READ_ONLY):
             raise _not_writable(directory, step, "it may be read and not written") from error
         raise
 
@@ -141,7 +132,7 @@ class _NotFull(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         # The last writes of a failed save find its directory gone.
         swept = isinstance(error, FileNotFoundError) and ".orbax-checkpoint-tmp" in str(error)
-        return not (swept or _is_of(error, TOLD) or _says(record.getMessage(), TOLD))
+        return not (swept or is_of(error, TOLD) or _says(record.getMessage(), TOLD))
 
 
 QUIET = _NotFull()
@@ -160,7 +151,7 @@ def quiet_about_full_disks() -> None:
         closed = isinstance(event.exc_value, RuntimeError) and "loop is closed" in str(
             event.exc_value
         )
-        if not (closed and event.object is None) and not _is_of(event.exc_value, TOLD):
+        if not (closed and event.object is None) and not is_of(event.exc_value, TOLD):
             before(event)
 
     sys.unraisablehook = hook

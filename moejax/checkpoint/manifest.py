@@ -45,7 +45,7 @@ def write_manifest(
     *,
     files: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
-    """Records every file of a committed step; written beside, synced, then renamed into place.
+    """Records every file of a committed step.
 
     Args:
       files: results of `hash_files` in the processes; other files are hashed here.
@@ -56,22 +56,22 @@ def write_manifest(
     listed = {name: known[name] for name in names}
     manifest = {"format_version": version, **facts, "files": listed}
     manifest["digest"] = digest_of(json.loads(json.dumps(manifest)))
-    beside = path / f"{MANIFEST}.tmp"
+    write_synced(path / MANIFEST, manifest, indent=1)
+
+
+def write_synced(path: Path, value: Any, indent: int | None = None) -> None:
+    """Writes JSON atomically, so that it survives a crash of the machine too."""
+    beside = path.with_name(f"{path.name}.tmp")
     with beside.open("w", encoding="utf-8") as out:
-        json.dump(manifest, out, indent=1)
+        json.dump(value, out, indent=indent)
         out.flush()
         os.fsync(out.fileno())
-    beside.rename(path / MANIFEST)
-    sync_directory(path)
-
-
-def sync_directory(path: Path) -> None:
-    """Syncs names to disk: without it a rename may be lost when the machine stops."""
-    opened = os.open(path, os.O_RDONLY)
+    beside.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(folder)  # of names: without it the rename may be lost
     finally:
-        os.close(opened)
+        os.close(folder)
 
 
 def hash_files(path: Path, part: tuple[int, int] = (0, 1)) -> dict[str, dict[str, Any]]:

@@ -48,7 +48,11 @@ class Copies:
 
             self._files, root = url_to_fs(place)
             self._root = root.rstrip("/")
-            self._try_to_write()
+            if not self._root:
+                raise ValueError("it names no bucket or directory")
+            self._make_directory(self._root)
+            self._files.pipe_file(f"{self._root}/.writable", b"moejax")
+            self._files.rm_file(f"{self._root}/.writable")
         except Exception as error:  # each kind of store has its own
             raise InputError(
                 f"`checkpoint.copy_to` cannot be reached. {place}: {type(error).__name__}: "
@@ -56,13 +60,6 @@ class Copies:
                 f"fsspec opens (s3:// and gs:// need pip install 'moejax[object-store]'), with "
                 f"credentials in the environment. Correct it, or leave it out."
             ) from error
-
-    def _try_to_write(self) -> None:
-        if not self._root:
-            raise ValueError("it names no bucket or directory")
-        self._make_directory(self._root)
-        self._files.pipe_file(f"{self._root}/.writable", b"moejax")
-        self._files.rm_file(f"{self._root}/.writable")
 
     def _make_directory(self, path: str) -> None:
         """Makes a directory, but not in an object store, where it would make a bucket."""

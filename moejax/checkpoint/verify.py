@@ -86,7 +86,7 @@ def differences(saved: Mapping[str, ArrayDigests], found: Mapping[str, ArrayDige
     if not wrong:
         return []
     naming = _Naming(saved)
-    origins = _origins(saved, {_kind(saved[cell.key], cell) for cell in wrong})
+    origins = _origins(saved, {_kind(saved[cell.key]) for cell in wrong})
     arrays: dict[str, list[str]] = {}
     for cell in wrong:
         text, names = naming.describe(cell, saved, found, origins)
@@ -104,16 +104,15 @@ def summary(texts: list[str]) -> str:
 Kind = tuple[str, tuple[int, ...]]  # dtype, and the shape of a cell
 
 
-def _kind(digests: ArrayDigests, cell: Cell) -> Kind:
-    return digests.dtype, digests.shape[len(cell.at) :]
+def _kind(digests: ArrayDigests) -> Kind:
+    return digests.dtype, digests.shape[digests.cells.ndim :]
 
 
 def _origins(saved: Mapping[str, ArrayDigests], kinds: set[Kind]) -> dict[tuple[Kind, str], Cell]:
     """Returns for each kind and digest the first cell that had it in the saved state."""
     origins: dict[tuple[Kind, str], Cell] = {}
     for key, digests in saved.items():
-        kind = (digests.dtype, digests.shape[digests.cells.ndim :])
-        if kind in kinds:
+        if (kind := _kind(digests)) in kinds:
             for at in np.ndindex(digests.cells.shape):
                 origins.setdefault((kind, str(digests.cells[at])), Cell(key, at))
     return origins
@@ -144,7 +143,7 @@ class _Naming:
     ) -> tuple[str, list[str]]:
         """Returns a text about a cell's change, with `{}` for the arrays, and the arrays' names."""
         now, was = str(found[cell.key].cells[cell.at]), str(saved[cell.key].cells[cell.at])
-        kind, name = _kind(saved[cell.key], cell), _name(cell.key)
+        kind, name = _kind(saved[cell.key]), _name(cell.key)
         if now == digest_of_zeros(math.prod(kind[1])):
             return f"{self.place(cell)} ({{}}) is all zeros", [name]
         origin = origins.get((kind, now))

@@ -9,7 +9,6 @@ without a manifest was never finished. A restore takes the newest step whose fil
 
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -336,7 +335,7 @@ def restore_state(saved: Saved, abstract: TrainState, *, reduction: bool = True)
     Args:
       reduction: whether to read the codecs' state too; otherwise it is None.
     """
-    names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
+    names = ITEMS if reduction else ITEMS[:-1]
     return _of_items(restore_items(saved.path, abstract, names), abstract, reduction)
 
 
@@ -344,12 +343,11 @@ def state_of(
     arrays: Mapping[str, jax.Array], abstract: TrainState, *, reduction: bool = True
 ) -> TrainState:
     """Returns the state with these arrays (`arrays_of`), in the form of `restore_state`."""
-    items: dict[str, dict[str, jax.Array]] = defaultdict(dict)
-    for key, x in arrays.items():
-        name, _, path = key.partition("/")
-        items[name][path] = x
-    wanted = {n: tree for n, tree in _items(abstract).items() if reduction or n != "reduction"}
-    read = {name: _like(tree, items[name]) for name, tree in wanted.items()}
+    read = {
+        name: _like(tree, {path: arrays[f"{name}/{path}"] for path in flat(tree)})
+        for name, tree in _items(abstract).items()
+        if reduction or name != "reduction"
+    }
     return _of_items(read, abstract, reduction)
 
 

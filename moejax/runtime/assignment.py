@@ -46,7 +46,10 @@ class Assignment:
         while True:
             generation = self._newest["generation"]
             write_whole(self._path.with_suffix(".waits"), str(generation))
-            found = self._wait(generation)
+            while not self._decided(generation):
+                time.sleep(LOOK_S)
+                self._newest = self._read() or self._newest
+            found = self._newest
             if found["process"] is None:
                 return False
             if found["coordinator"]:
@@ -56,15 +59,10 @@ class Assignment:
                 os.environ["MOEJAX_PROCESS"] = str(found["process"])
                 return True
 
-    def _wait(self, generation: int) -> dict[str, Any]:
-        """Waits until the change is made, or another is proposed in its place."""
-        while True:
-            if self._newest["process"] is None or self._newest["coordinator"]:
-                return self._newest
-            if self._newest["generation"] != generation:
-                return self._newest
-            time.sleep(LOOK_S)
-            self._newest = self._read() or self._newest
+    def _decided(self, generation: int) -> bool:
+        """Whether a change is made, or another is proposed in its place."""
+        now = self._newest
+        return now["process"] is None or now["coordinator"] or now["generation"] != generation
 
     def _read(self) -> dict[str, Any] | None:
         """Returns the file's content if it was written since the last look."""

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -32,7 +32,8 @@ def meet(rank: Rank, listens_at: str) -> str:
 
     Raises:
       MeetingError: if some have not come in time; it names them.
-      InputError: if two are the same process, or differ in number or version.
+      InputError: if two are the same process, or differ in number or version, or if process 0
+        cannot listen: JAX would end it without a message.
     """
     until = time.monotonic() + patience()
     if rank.index == 0:
@@ -80,7 +81,16 @@ class _Host:
         self._lock = threading.Lock()
         self._wrong: str | None = None
         host, _, port = listens_at.rpartition(":")
-        self._server = listen(host, int(port))
+        try:
+            if not 0 < int(port) < 1 << 16:
+                raise ValueError("a port is between 1 and 65535")
+            self._server = listen(host, int(port))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"process 0 cannot listen for the others. At {listens_at}: {error}. "
+                f"MOEJAX_COORDINATOR must be an address of its machine and a free port. Correct "
+                f"it, or name the address to listen at in JAX_COORDINATOR_BIND_ADDRESS."
+            ) from error
         self._server.settimeout(0.2)
 
     def wait(self, until: float) -> str:
@@ -151,7 +161,7 @@ class _Host:
         with self._lock:
             for connection in (*self._guests.values(), *self._refused):
                 with suppress(OSError), connection:
-                    connection.sendall(_line(answer))
+                    connection.sendall(line(answer))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -176,7 +186,7 @@ def _visit(rank: Rank, until: float) -> str:
     while time.monotonic() < until:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as connection:
-                connection.sendall(_line(_introduction(rank)))
+                connection.sendall(line(_introduction(rank)))
                 own = _reached_at([connection])
                 answer = _wait_for_word(connection, rank, waiting, until)
                 reason = "a run that has begun answers there, or another program"
@@ -226,7 +236,8 @@ def _difference(said: dict[str, Any], own: dict[str, Any]) -> str | None:
     return None
 
 
-def _line(value: dict[str, Any]) -> bytes:
+def line(value: Mapping[str, Any]) -> bytes:
+    """Returns an object as a line of JSON."""
     return json.dumps(value).encode() + b"\n"
 
 

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -101,11 +100,7 @@ def _tasks() -> dict[str, int]:
 
 
 def _check_alone() -> None:
-    """Checks that no scheduler has started several processes that would each train alone.
-
-    Raises:
-      InputError: if so.
-    """
+    """Raises InputError if a scheduler has started processes that would each train alone."""
     found = [(f"{count}", name, SCHEDULERS[name][0]) for name, count in _tasks().items()]
     beside, number = (os.environ.get(name, "") for name in PALS)
     if beside.isdecimal() and number.isdecimal() and (int(beside) > 1 or int(number) > 0):
@@ -121,11 +116,7 @@ def _check_alone() -> None:
 
 
 def _check_clashes(rank: Rank) -> None:
-    """Checks that a scheduler and JAX's own variable say the same.
-
-    Raises:
-      InputError: if not.
-    """
+    """Raises InputError if a scheduler or JAX's own variable says something else."""
     for name, count in _tasks().items():
         theirs = SCHEDULERS[name]
         if (str(rank.count), str(rank.index)) != (str(count), os.environ.get(theirs[1])):
@@ -158,12 +149,7 @@ class Processes:
     def __enter__(self) -> "Processes":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         # All processes find these, so all of them exit normally.
         if (
             error is None
@@ -182,7 +168,7 @@ class Processes:
             text = f"process {self.index} lost another one, which failed before it: {lost}"
             print(f"moejax: error: {without_secrets(text)}", file=sys.stderr)
         else:
-            traceback.print_exception(kind, error, trace)
+            traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

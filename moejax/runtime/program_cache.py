@@ -28,14 +28,15 @@ def keep_programs() -> None:
     if jax.config.jax_compilation_cache_dir:
         return
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
-    path = cache_directory()
-    if path is None:
+    folder = user_cache()
+    if folder is None:
         print(
             "moejax: compiled programs are not kept: this user has no home directory. Name a "
             "directory in XDG_CACHE_HOME to keep them.",
             file=sys.stderr,
         )
         return
+    path = folder / f"programs-{_kind_of_processor()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -63,15 +64,6 @@ def _write(key: str, compile_s: float, name: str, backend: Any, executable: Any,
             )
 
 
-def cache_directory() -> Path | None:
-    """Returns the directory of this kind of processor: others may lack its instructions.
-
-    None: the user has no home directory.
-    """
-    base = user_cache()
-    return None if base is None else base / f"programs-{_kind_of_processor()}"
-
-
 def user_cache() -> Path | None:
     """Returns moejax's folder in the user's cache; None if the user has no home directory.
 
@@ -86,7 +78,7 @@ def user_cache() -> Path | None:
 
 
 def _kind_of_processor() -> str:
-    """Returns a short hash of the processor's name and instruction sets."""
+    """Returns a short hash of the processor's name and instruction sets: others may lack some."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

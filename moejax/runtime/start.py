@@ -16,7 +16,7 @@ from moejax.errors import InputError
 from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.interrupt import interruptible
 from moejax.runtime.jax_settings import fix_settings
-from moejax.runtime.meeting import listen, meet
+from moejax.runtime.meeting import meet
 from moejax.runtime.memory import take_share
 from moejax.runtime.patches import coordination_client, make_cpu_client_with
 from moejax.runtime.processes import Processes, find_rank
@@ -54,8 +54,6 @@ def join() -> Processes:
     # It would replace the SIGTERM handler of `runtime.interrupt`.
     jax.config.update("jax_enable_preemption_service", False)
     listens_at = coordinator_listens_at(rank.coordinator or "")
-    if rank.index == 0:
-        check_can_listen(listens_at)
     _address = meet(rank, listens_at)
     make_cpu_client_with(own_address)
     with interruptible():
@@ -100,26 +98,6 @@ def coordinator_listens_at(coordinator: str) -> str:
     inside = all(ipaddress.ip_address(address).is_loopback for address in addresses)
     everywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
     return f"{everywhere}:{port}" if inside and _is_name_of_a_machine(host) else coordinator
-
-
-def check_can_listen(listen_at: str) -> None:
-    """Checks that this machine can listen at ADDRESS:PORT.
-
-    Raises:
-      InputError: if it cannot; JAX would end the process without a message.
-    """
-    host, _, port = listen_at.rpartition(":")
-    try:
-        if not 0 < int(port) < 1 << 16:
-            raise ValueError("a port is between 1 and 65535")
-        with listen(host, int(port)):
-            return
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"process 0 cannot listen for the others. At {listen_at}: {error}. MOEJAX_COORDINATOR "
-            f"must be an address of its machine and a free port. Correct it, or name the address "
-            f"to listen at in JAX_COORDINATOR_BIND_ADDRESS."
-        ) from error
 
 
 def _is_name_of_a_machine(host: str) -> bool:

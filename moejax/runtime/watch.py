@@ -158,8 +158,7 @@ class Watchdog:
         self._heard: dict[int, tuple[str, float]] = {}  # last message, and the time of its arrival
         self._answered = time.monotonic()
         self._over = threading.Event()
-        targets = [self._look] + [self._tell] * (processes.count > 1)
-        for target in targets:
+        for target in [self._look] + [self._tell] * (processes.count > 1):
             threading.Thread(target=target, name=f"watchdog {target.__name__}", daemon=True).start()
 
     def close(self) -> None:

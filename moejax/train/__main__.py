@@ -87,7 +87,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.print_config:
         console.print_json(data=to_dict(cfg), ensure_ascii=True)
         return 0
-    _show_notes(notes, console)
+    if notes:
+        from moejax.runtime.processes import find_rank
+
+        for note in notes if find_rank().index == 0 else ():
+            console.print(note, highlight=False, soft_wrap=True)
     if args.dry_run:
         return dry_run(cfg, console)
     # Imported late, so that everything above works without JAX.
@@ -98,16 +102,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from moejax.train.loop import train
 
     return STOPPED if train(cfg, console).stopped else 0
-
-
-def _show_notes(notes: list[str], console: Console) -> None:
-    """Shows lines about the config, in process 0 only."""
-    if not notes:
-        return
-    from moejax.runtime.processes import find_rank
-
-    for note in notes if find_rank().index == 0 else ():
-        console.print(note, highlight=False, soft_wrap=True)
 
 
 def dry_run(cfg: Config, console: Console) -> int:
@@ -130,15 +124,14 @@ def dry_run(cfg: Config, console: Console) -> int:
     jax.config.update("jax_platforms", "cpu")
     fix_settings()
     check_adapters(cfg)
-    mesh = cfg.mesh
-    if mesh.replica is None:
-        others = mesh.stage * mesh.fsdp * mesh.expert * mesh.tensor
-        mesh = replace(mesh, replica=max((mesh.simulated_devices or others) // others, 1))
-    assert mesh.replica is not None
-    devices = mesh.stage * mesh.replica * mesh.fsdp * mesh.expert * mesh.tensor
+    mesh, replica = cfg.mesh, cfg.mesh.replica
+    others = mesh.stage * mesh.fsdp * mesh.expert * mesh.tensor
+    if replica is None:
+        replica = max((mesh.simulated_devices or others) // others, 1)
+    devices = replica * others
     if is_planned(cfg):
         devices = mesh.simulated_devices or planned_devices(cfg) or devices
-    planned = plan_dry(replace(cfg, mesh=mesh), devices)
+    planned = plan_dry(replace(cfg, mesh=replace(mesh, replica=replica)), devices)
     # Only simulated devices must be shared by this program's processes; others need not be here.
     processes = None if mesh.simulated_devices is None else find_rank().count
     platform = mesh.platform or (planned.plan and planned.plan.platform) or "cpu"

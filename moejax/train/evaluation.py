@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from moejax.data.corpus import baselines
 from moejax.data.tokenizer import begin_of_document
 from moejax.data.tokens import TokenSource
 from moejax.runtime.processes import ALONE, Processes
@@ -130,7 +131,7 @@ def finish(run: Run, state: TrainState) -> None:
     if run.inputs.held_out is None:
         run.display.note("nothing was held out, so nothing is scored: data.eval_files names files")
     evaluate(run, state, last, limit=None)
-    for name, bits in run.inputs.baselines().items():
+    for name, bits in baselines().items() if run.cfg.data.source == "stdlib" else ():
         run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")
     run.watch.enter("save", last)
     run.record_saved(run.checkpoints.wait())

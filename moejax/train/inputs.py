@@ -10,7 +10,6 @@ import numpy as np
 
 from moejax.config.schema import Config
 from moejax.data import batches as data_batches
-from moejax.data import corpus
 from moejax.data.skipped import SkippedData, data_position
 from moejax.data.sources import Content, describe_sources, open_sources
 from moejax.data.tokenizer import Tokenizer
@@ -50,10 +49,6 @@ class Inputs:
         steps = self.cfg.train.num_steps
         self.train.check_steps(steps, data_position(steps, self.skipped) - steps)
 
-    def baselines(self) -> dict[str, float]:
-        """Returns the bits per byte of other models on the same held-out text, by name."""
-        return corpus.baselines() if self.cfg.data.source == "stdlib" else {}
-
 
 def on_devices(train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
     """Returns global arrays; this process reads only its devices' rows.
@@ -71,12 +66,11 @@ def on_devices(train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
     read = {block: rows(*block) for block in sorted(held)}
 
     def array(name: str) -> jax.Array:
-        def shard(index: Any) -> np.ndarray:
-            return getattr(read[bounds(index)], name)
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: getattr(read[bounds(index)], name)
+        )
 
-        return jax.make_array_from_callback(shape, sharding, shard)
-
-    return Batch(array("token_BT"), array("target_BT"), array("segment_BT"))
+    return Batch(*map(array, Batch._fields))
 
 
 def held_out_batches(

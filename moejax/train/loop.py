@@ -203,7 +203,7 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
       new_links: newly measured links to plan with; the run then does not plan a third time.
     """
     inputs, processes, console = start.inputs, start.processes, start.console
-    resuming = origin.saved is not None or origin.memory.found
+    resuming = origin.saved is not None or origin.memory.found is not None
     planned = prepare_step(
         start.cfg, processes, console, start.watch, resuming=resuming, new_links=new_links
     )
@@ -343,9 +343,6 @@ def open_checkpoints(
 ) -> Checkpoints:
     """Returns the run's checkpoints. Failed saves and copies are recorded as soon as seen."""
 
-    def failed(step: int, text: str) -> None:
-        records.event("save_failed", step, text=text)
-
     def copied(steps: list[int], error: str | None) -> None:
         for step in steps:
             records.event("copied", step)
@@ -361,7 +358,7 @@ def open_checkpoints(
         Path(cfg.run_dir) / "checkpoints",
         keep=cfg.checkpoint.keep,
         processes=processes,
-        failed=failed,
+        failed=lambda step, text: records.event("save_failed", step, text=text),
         copies=copies,
         copied=copied,
     )

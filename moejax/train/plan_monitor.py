@@ -1,7 +1,6 @@
 """Compares measured steps with the plan's prediction, and finds the rate that is off."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.probe.timer import ProgressFn
@@ -9,13 +8,6 @@ from moejax.plan.search.file import Plan
 
 WITHIN = (0.8, 1.25)  # accepted range of measured over predicted
 WINDOW = 3  # reports in a row outside the range before it measures again
-
-
-class PlanMismatch(NamedTuple):
-    """A difference between the steps of a run and its plan, in a line for the user."""
-
-    text: str
-    topology: Topology | None = None  # links and rates as measured now, if they were
 
 
 class PlanMonitor:
@@ -45,22 +37,23 @@ class PlanMonitor:
         self._outside = 0 if low <= ratio <= high else self._outside + 1
         return self._outside >= WINDOW and not self._reported
 
-    def mismatch(self, seconds_per_step: float, progress: ProgressFn) -> PlanMismatch:
-        """Returns how steps differ from the plan. With `measure` it names a cause.
+    def mismatch(self, seconds_per_step: float, now: Topology | None) -> str:
+        """Returns how steps differ from the plan, in a line for the user. Is called once.
 
-        The cause is the rate that changed most in the direction of the steps: slower or faster.
+        Args:
+          now: links and rates as measured now, with which the line names a cause: the rate that
+            changed most in the direction of the steps, slower or faster.
         """
         self._reported = True
         ratio = seconds_per_step / self.predicted
         message = f"warning: a step takes {ratio:.2f} x what was predicted"
         largest = max(self.terms, key=lambda term: self.terms[term])
-        if self.measure is None:
-            return PlanMismatch(
+        if now is None:
+            return (
                 f"{message}; the plan's largest term is {largest}. Another program may have used "
                 "the machine, now or while the links were measured. To measure them again and plan "
                 f"anew, stop the run and start it with --config.plan.replan=true"
             )
-        now = self.measure(progress)
 
         def explains(row: tuple[str, float, float]) -> float:
             return row[1] / row[2] if ratio > 1 else row[2] / row[1]
@@ -74,7 +67,7 @@ class PlanMonitor:
                 f"{after / before - 1:+.0%}); the plan's largest term is {largest}; another "
                 "program may have used the machine"
             )
-        return PlanMismatch(f"{message}: {cause}", now)
+        return f"{message}: {cause}"
 
 
 def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]:

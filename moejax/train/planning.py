@@ -110,7 +110,7 @@ def plan_run(
     if mode not in MODES:
         return _from_file(cfg, len(devices))
     if resuming and new_links is None:
-        kept = processes.from_first(lambda: _vars(_plan_before(cfg, len(devices))))
+        kept = processes.from_first(lambda: _plan_before(cfg, len(devices)))
         if kept is not None:
             return _planned(Plan(**kept), cfg, _topology_before(run_dir, len(devices)), ())
     cfg, kept = _with_pins(cfg, processes, resuming=resuming)
@@ -150,7 +150,7 @@ def _keep(plan: Plan, run_dir: Path) -> None:
         save_plan(plan, run_dir / PLANS / f"{plan.devices}.json")
 
 
-def _plan_before(cfg: Config, devices: int) -> Plan | None:
+def _plan_before(cfg: Config, devices: int) -> dict[str, Any] | None:
     """Returns the plan of an earlier start on as many devices, and makes it the run's again."""
     run_dir = Path(cfg.run_dir)
     for path in (run_dir / PLAN, run_dir / PLANS / f"{devices}.json"):
@@ -158,7 +158,7 @@ def _plan_before(cfg: Config, devices: int) -> Plan | None:
         if plan is not None and plan.devices == devices and cfg.mesh.nodes in (None, plan.nodes):
             if path.parent != run_dir:
                 save_plan(plan, run_dir / PLAN)
-            return plan
+            return vars(plan)
     return None
 
 
@@ -175,10 +175,6 @@ def _with_pins(
     chosen = processes.from_first(lambda: load_plan(path).settings if path.exists() else {})
     cfg = change(cfg, {CHUNKS: chosen.get(CHUNKS, get_value(cfg, CHUNKS))})
     return cfg, pinned(cfg) | {CHUNKS}
-
-
-def _vars(plan: Plan | None) -> dict[str, Any] | None:
-    return None if plan is None else vars(plan)
 
 
 def _topology_before(run_dir: Path, devices: int) -> Topology | None:
@@ -295,13 +291,12 @@ def measure(
     cfg: Config, devices: Sequence[Any], processes: Processes, progress: ProgressFn
 ) -> tuple[Topology, tuple[str, ...]]:
     """Runs a quick probe. Returns its topology and warnings."""
-    effort = Effort(quick=True, seconds=10.0)
     return probe(
         processes,
         devices,
         name="measured",
         nodes=cfg.mesh.nodes,
-        effort=effort,
+        effort=Effort(quick=True, seconds=10.0),
         progress=progress,
     )
 

@@ -12,12 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moejax.checkpoint.compatible import (
-    check_resumable,
-    check_same_base,
-    check_same_data,
-    same_reduction,
-)
+from moejax.checkpoint.compatible import check_same_base, resume_notes, same_reduction
 from moejax.checkpoint.find import Saved, intact_before
 from moejax.checkpoint.manifest import finished_steps, read_manifest
 from moejax.checkpoint.source import Source, base_of, find_source
@@ -152,11 +147,8 @@ def _check(
     cfg: Config, saved: Saved, inputs: Inputs, processes: Processes
 ) -> tuple[Source | None, list[str]]:
     """Checks config, data and mesh as a resume would. Returns the frozen weights, and notes."""
-    changes = check_resumable(saved.manifest["config"], kept_plan(cfg), step=saved.step)
-    notes = [f"setting changed since the checkpoint: {change}" for change in changes]
-    allowed = cfg.checkpoint.allow_changed_data
-    changes = check_same_data(saved.manifest, inputs.content, allowed=allowed)
-    notes += [f"data changed since the checkpoint: {change}" for change in changes]
+    kept, step = kept_plan(cfg), saved.step
+    notes = list(resume_notes(saved.manifest, kept, inputs.content, step=step, rates=False))
     if not is_planned(cfg):
         _check_mesh(cfg, saved)
     if cfg.lora.rank is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.checkpoint.restore import quarantine_wrong_steps, resume
-from moejax.data.skipped import SkippedData, skip_to
+from moejax.data.skipped import skip_to
 from moejax.errors import DivergedError, InputError
 from moejax.step.state import TrainState
 from moejax.train.faults.bad_steps import RECENT, BadSteps, GoBackError
@@ -53,9 +53,7 @@ def go_back(run: Run, bad: BadSteps) -> TrainState:
     run.record_saved(run.checkpoints.wait_with_copies())
     try:
         state, run.recent = _state_before(run, bad)
-        step = int(state.step)
-        skipped = skip_to(step, bad.last, run.inputs.skipped)
-        run.inputs.skipped = skipped
+        run.inputs.skipped = skipped = skip_to(int(state.step), bad.last, run.inputs.skipped)
         run.inputs.check_enough()
     except InputError as error:
         run.records.event("diverged", bad.last)
@@ -63,7 +61,13 @@ def go_back(run: Run, bad: BadSteps) -> TrainState:
     run_dir = Path(run.cfg.run_dir)
     run.processes.from_first(lambda: write_skipped(run_dir, skipped))
     run.checkpoints.reload()
-    _report(run, bad, skipped[-1])
+    to, count = skipped[-1]
+    text = (
+        f"{bad.seen}. The run goes back to step {to}, and leaves out {count} batches: those "
+        f"of steps {to + 1} to {bad.last}"
+    )
+    run.display.note(f"step {bad.last}  warning: {text}")
+    run.records.event("rolled_back", bad.last, to=to, skipped=count, text=text)
     return state
 
 
@@ -95,13 +99,3 @@ def _state_before(run: Run, bad: BadSteps) -> tuple[TrainState, dict[str, Any]]:
         (None, {}) if resumed is None else (resumed.state, resumed.facts.get(RECENT, {}))
     )
     return initial_state(train_step, state, source, run.console, processes), recent
-
-
-def _report(run: Run, bad: BadSteps, entry: SkippedData) -> None:
-    to, count = entry
-    text = (
-        f"{bad.seen}. The run goes back to step {to}, and leaves out {count} batches: those "
-        f"of steps {to + 1} to {bad.last}"
-    )
-    run.display.note(f"step {bad.last}  warning: {text}")
-    run.records.event("rolled_back", bad.last, to=to, skipped=count, text=text)

@@ -14,12 +14,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from moejax.checkpoint.compatible import (
-    check_resumable,
-    check_same_base,
-    check_same_data,
-    rate_notes,
-)
+from moejax.checkpoint.compatible import check_same_base, resume_notes
 from moejax.checkpoint.disk_space import check_disk_space, check_writable
 from moejax.checkpoint.find import Saved, newest
 from moejax.checkpoint.manifest import finished_steps, stored_bytes
@@ -130,10 +125,9 @@ def open_copies(cfg: Config, processes: Processes) -> Copies | None:
     Raises:
       InputError: in all processes, if their place cannot be reached.
     """
-    place = cfg.checkpoint.copy_to
+    place, keep = cfg.checkpoint.copy_to, cfg.checkpoint.keep
     if place is None:
         return None
-    keep = cfg.checkpoint.keep
     return processes.together(lambda: Copies(place, keep=keep) if processes.first else None)
 
 
@@ -183,12 +177,7 @@ def choose_checkpoint(
     """
     saved, notes = _newest(cfg, processes, copies, before)
     if saved is not None:
-        changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
-        notes += [f"setting changed since the checkpoint: {change}" for change in changes]
-        notes += rate_notes(saved.manifest.get("config", {}), cfg, step=saved.step)
-        allowed = cfg.checkpoint.allow_changed_data
-        changes = check_same_data(saved.manifest, content, allowed=allowed)
-        notes += [f"data changed since the checkpoint: {change}" for change in changes]
+        notes += resume_notes(saved.manifest, cfg, content, step=saved.step)
         if cfg.lora.rank is None:
             return saved, None, notes
     source = find_source(cfg, cfg.checkpoint.verify, processes)
@@ -233,9 +222,8 @@ def check_disk(
     every = cfg.checkpoint.save_every or cfg.train.num_steps
     first = min((done // every + 1) * every, cfg.train.num_steps)
     leaves = jax.tree.leaves(train_step.abstract._replace(frozen=None))
-    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-    if saved is not None:
-        needed = stored_bytes(saved.manifest)
+    in_memory = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    needed = in_memory if saved is None else stored_bytes(saved.manifest)
     free = check_disk_space(directory, needed, first, processes)
     # An old checkpoint is removed after a newer one is complete.
     more = cfg.checkpoint.keep + 1 - len(processes.from_first(lambda: finished_steps(directory)))
@@ -322,7 +310,10 @@ def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
     """
     if saved.step < cfg.train.num_steps:
         return None
-    values = _final_eval(Path(cfg.run_dir) / "metrics.jsonl", saved.step)
+    values: dict[str, float | None] = {}
+    for record in read_events(Path(cfg.run_dir) / "metrics.jsonl"):
+        if (record.get("event"), record.get("step")) == ("final_eval", saved.step):
+            values = {name: record[name] for name in (*EVALUATED, "targets") if name in record}
     if inputs.held_out is not None and not values:
         return None
     held_out = f"; held-out (all): {held_out_text(values)}" if values else ""
@@ -330,12 +321,3 @@ def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
         f"done before: step {saved.step} of {cfg.train.num_steps} is in {saved.path}{held_out}. "
         f"Raise train.num_steps to go on."
     )
-
-
-def _final_eval(path: Path, step: int) -> dict[str, float | None]:
-    """Returns a run's recorded final evaluation; empty without one."""
-    values: dict[str, float | None] = {}
-    for record in read_events(path):
-        if (record.get("event"), record.get("step")) == ("final_eval", step):
-            values = {name: record[name] for name in (*EVALUATED, "targets") if name in record}
-    return values

@@ -178,15 +178,15 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
     run.records.event("predicted", step, ratio=seconds / monitor.predicted)
     if not monitor.off(seconds):
         return
-    if monitor.measure is None:
-        mismatch = monitor.mismatch(seconds, lambda _: None)
-    else:
+    now = None
+    if monitor.measure is not None:
         busy = run.display.busy("steps are not as predicted: measuring links again")
         with run.watch.during("plan", step), busy as progress:
-            mismatch = monitor.mismatch(seconds, progress)
-    run.display.note(mismatch.text)
-    run.records.event("note", step, text=mismatch.text)
-    run.new_links = mismatch.topology
+            now = monitor.measure(progress)
+    text = monitor.mismatch(seconds, now)
+    run.display.note(text)
+    run.records.event("note", step, text=text)
+    run.new_links = now
 
 
 def compare(run: Run, step: int, state: TrainState) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from moejax.checkpoint import disk_space
 from moejax.checkpoint import writer as checkpoint
-from moejax.checkpoint.disk_space import check_disk_space, check_writable, is_full, is_read_only
+from moejax.checkpoint.disk_space import check_disk_space, check_writable, is_of
 from moejax.checkpoint.find import newest
 from moejax.checkpoint.manifest import MANIFEST, finished_steps
 from moejax.checkpoint.writer import Checkpoints
-from moejax.errors import InputError, NotWritableError, StorageFullError
+from moejax.errors import FULL, READ_ONLY, InputError, NotWritableError, StorageFullError
 from moejax.runtime.processes import ALONE
 from tests.cases import small_config, step_for
 from tests.threads import everywhere
@@ -159,18 +159,18 @@ def test_what_cannot_be_written_is_one_line_and_code_5(tmp_path, monkeypatch, nu
 
 def test_a_full_disk_is_told_from_other_errors():
     for number in (errno.ENOSPC, errno.EDQUOT):
-        assert is_full(OSError(number, os.strerror(number)))
-    assert is_full(ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device"))
+        assert is_of(OSError(number, os.strerror(number)), FULL)
+    assert is_of(ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device"), FULL)
     behind = RuntimeError("save failed")
     behind.__cause__ = OSError(errno.ENOSPC, "no")
-    assert is_full(behind)
+    assert is_of(behind, FULL)
     met = RuntimeError("while cleaning up after it")
     met.__context__ = OSError(errno.ENOSPC, "no")
-    assert is_full(met)
-    assert not is_full(OSError(errno.EACCES, "Permission denied"))
-    assert is_read_only(OSError(errno.EROFS, "Read-only file system"))
-    assert not is_read_only(OSError(errno.ENOSPC, "No space left on device"))
-    assert not is_full(ValueError("No space between words"))
+    assert is_of(met, FULL)
+    assert not is_of(OSError(errno.EACCES, "Permission denied"), FULL)
+    assert is_of(OSError(errno.EROFS, "Read-only file system"), READ_ONLY)
+    assert not is_of(OSError(errno.ENOSPC, "No space left on device"), READ_ONLY)
+    assert not is_of(ValueError("No space between words"), FULL)
 
 
 def test_all_processes_hear_what_the_first_sees(tmp_path, monkeypatch):

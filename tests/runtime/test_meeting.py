@@ -72,6 +72,19 @@ def test_processes_meet_by_ipv6(address):
     assert ends([start(place, index) for index in range(3)]) == ["::1"] * 3
 
 
+@pytest.mark.parametrize("place", ["192.0.2.1:4444", "127.0.0.1:99999", "127.0.0.1:x", "a b:1"])
+def test_where_nobody_can_listen_is_bad_input(place):
+    with pytest.raises(InputError, match=f"cannot listen for the others. At {place}"):
+        meet(Rank(place, 2, 0), place)
+
+
+def test_where_somebody_listens_is_bad_input():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InputError, match="in use"):
+            meet(Rank(place, 2, 0), place)
+
+
 def test_the_missing_ones_are_named_everywhere(address, monkeypatch, capfd):
     monkeypatch.setenv("MOEJAX_MEETING_SECONDS", "1.5")
     monkeypatch.setattr(meeting, "SAY_AFTER_S", 0.5)
@@ -153,7 +166,7 @@ def test_a_stranger_does_not_disturb_the_meeting(address, said):
 def come(address, index):
     """Comes as a process of three, and returns the connection."""
     connection = connect(address)
-    connection.sendall(meeting._line(meeting._introduction(Rank(address, 3, index))))
+    connection.sendall(meeting.line(meeting._introduction(Rank(address, 3, index))))
     return connection
 
 

@@ -11,7 +11,6 @@ from moejax.config.schema import CheckpointConfig
 from moejax.errors import DivergedError, ReplicasError
 from moejax.runtime.processes import Processes
 from moejax.train import steps
-from moejax.train.plan_monitor import PlanMismatch
 from moejax.train.steps import compare_with_plan, run_steps
 from tests.annotations import without_annotations
 from tests.cases import small_config
@@ -156,15 +155,16 @@ def test_steps_are_compared_with_the_plan_and_links_measured_where_that_may_be(
 
     class Monitor:
         predicted = 0.5
-        measure = "again" if measures else None
+        measure = (lambda self, progress: topology) if measures else None
 
         def off(self, seconds):
             did.append(seconds)
             return off
 
-        def mismatch(self, seconds, progress):
+        def mismatch(self, seconds, now):
             did.append(seconds)
-            return PlanMismatch("why", topology)
+            assert now == topology
+            return "why"
 
     run = SimpleNamespace(
         new_links=None,

@@ -17,7 +17,7 @@ from moejax.train.faults.watching import ProcessLog
 def watched(tmp_path):
     """A watch that writes a log, as that of a run does, and the log."""
     log = ProcessLog(tmp_path, 0)
-    log.write("begin", 0)
+    log.write("begin", step=0)
     yield Watch(log.ended), log
     log.close()
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moejax.config.schema import Config, WatchdogConfig
 from moejax.runtime.event_log import EventLog
@@ -19,23 +18,19 @@ DIRECTORY = "events"  # in the run directory: one file a process
 WRITE_EVERY_S = 10.0  # stages of steps are short: their seconds are summed for so long
 
 
-class ProcessLog:
+class ProcessLog(EventLog):
     """The event log of this process: its stages with their seconds, and its faults."""
 
     def __init__(self, run_dir: Path, index: int):
         directory = run_dir / DIRECTORY
         directory.mkdir(parents=True, exist_ok=True)
         self.hang_file = directory / f"{index}.hang.txt"
-        self._log = EventLog(directory / f"{index}.jsonl")
+        super().__init__(directory / f"{index}.jsonl")
         self._last: tuple[str, int, float] | None = None  # a stage that may go on
         self._sums: dict[str, float] = {}
         self._first: int | None = None  # the first step in the sums
         self._done = 0  # the last step that is done
         self._written = time.monotonic()
-
-    def write(self, event: str, step: int, **values: Any) -> None:
-        """Adds an event."""
-        self._log.write(event, step=step, **values)
 
     def ended(self, stage: str, step: int, seconds: float) -> None:
         """Records a stage that has ended. Stages of steps are summed first."""
@@ -61,23 +56,19 @@ class ProcessLog:
     def _write_stage(self) -> None:
         if self._last is not None:
             stage, step, seconds = self._last
-            self.write("stage", step, stage=stage, seconds=round(seconds, 3))
+            self.write("stage", step=step, stage=stage, seconds=round(seconds, 3))
         self._last = None
 
     def _write_steps(self) -> None:
         if self._first is not None:
             sums = {f"{stage}_s": round(seconds, 3) for stage, seconds in self._sums.items()}
-            self.write("steps", self._done, first=self._first, **sums)
+            self.write("steps", step=self._done, first=self._first, **sums)
         self._sums, self._first, self._written = {}, None, time.monotonic()
 
     def flush(self) -> None:
         """Writes the sums and the stage that are still held back."""
         self._write_steps()
         self._write_stage()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._log.close()
 
 
 @contextmanager
@@ -88,7 +79,8 @@ def watching(cfg: Config, processes: Processes) -> Iterator[Watch]:
       The watch, which is told of each stage that the run enters.
     """
     log = ProcessLog(Path(cfg.run_dir), processes.index)
-    log.write("begin", 0, host=socket.gethostname(), pid=os.getpid(), processes=processes.count)
+    facts = {"host": socket.gethostname(), "pid": os.getpid(), "processes": processes.count}
+    log.write("begin", step=0, **facts)
     watch = Watch(log.ended)
     hang = partial(_end_hung, watch, log)
     watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes, hang)
@@ -113,7 +105,7 @@ def _write_end(watch: Watch, log: ProcessLog, **values: str) -> None:
     step = watch.now[0].step
     watch.enter("end", step)
     log.flush()
-    log.write("end", step, **values)
+    log.write("end", step=step, **values)
 
 
 def deadlines_of(cfg: WatchdogConfig) -> Deadlines:
@@ -134,5 +126,5 @@ def _end_hung(watch: Watch, log: ProcessLog, found: str) -> None:
     """Records a hang, and ends the process."""
     place = watch.now[0]
     log.flush()
-    log.write("hang", place.step, stage=place.stage, text=found)
+    log.write("hang", step=place.step, stage=place.stage, text=found)
     end_process(found, log.hang_file)

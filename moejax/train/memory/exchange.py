@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from moejax.runtime.meeting import listen
+from moejax.runtime.meeting import line, listen
 from moejax.train.memory.placement import Piece
 from moejax.train.memory.slots import (
     CHUNK,
@@ -234,11 +234,6 @@ def send(connection: socket.socket, data: np.ndarray | bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[connection.send(left[:CHUNK]) :]
-
-
-def line(value: Mapping[str, Any]) -> bytes:
-    """Returns an object as a line of JSON."""
-    return json.dumps(value).encode() + b"\n"
 
 
 def read_line(reader: BinaryIO, *, end: bool = False) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from moejax.train.memory.slots import (
     names_in,
     pieces_of,
     read_record,
-    writer_of,
 )
 
 
@@ -99,8 +98,8 @@ def _survey(members: Members) -> tuple[dict[str, dict[str, Any]], list[str]]:
     records, notes = {}, []
     turn, count = members.turn
     for name in names_in(members.folder):
-        # By name, not by position in the list: others remove slots from it meanwhile.
-        if writer_of(name) % count != turn:
+        # By the writer in its name, not by position in the list: others remove slots meanwhile.
+        if int(name.partition("-")[0]) % count != turn:
             continue
         try:
             record = read_record(members.folder, name)

@@ -70,19 +70,15 @@ def open_folder(folder: Path) -> None:
         for path in (run, folder):
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
-            _check_own(path)
+            info = path.lstat()  # of a link itself: its owner chooses where it leads
+            mode, is_folder = stat.S_IMODE(info.st_mode), stat.S_ISDIR(info.st_mode)
+            if not is_folder or info.st_uid != os.geteuid() or mode & 0o077:
+                kind = "a folder" if is_folder else "no folder"
+                _refuse(path, f"it is {kind} of user {info.st_uid} with mode {mode:o}")
         with tempfile.TemporaryFile(dir=folder):  # it can be written
             pass
     except OSError as error:
         _refuse(folder, error.strerror or str(error))
-
-
-def _check_own(path: Path) -> None:
-    info = path.lstat()  # of a link itself: its owner chooses where it leads
-    mode = stat.S_IMODE(info.st_mode)
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or mode & 0o077:
-        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no folder"
-        _refuse(path, f"it is {kind} of user {info.st_uid} with mode {mode:o}")
 
 
 def _refuse(path: Path, seen: str) -> None:

@@ -42,8 +42,11 @@ class Members:
     @property
     def beside(self) -> list[int]:
         """The processes of this host, in order."""
-        own = self.hosts[self.processes.index]
-        return [process for process, host in enumerate(self.hosts) if host == own]
+        return self.on_host_of(self.processes.index)
+
+    def on_host_of(self, holder: int) -> list[int]:
+        """Returns the processes of the host of a process, in order."""
+        return [process for process, host in enumerate(self.hosts) if host == self.hosts[holder]]
 
     @property
     def turn(self) -> tuple[int, int]:

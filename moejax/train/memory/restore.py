@@ -35,8 +35,9 @@ def read_state(
         for key, x in arrays_of(train_step.abstract).items()
         if valid or not key.startswith("reduction/")
     }
-    if other := _other_kind(abstract, found.kinds):
-        return None, f"{other} has another shape"
+    for key, x in abstract.items():
+        if found.kinds.get(key) != [list(x.shape), x.dtype.name]:
+            return None, f"{key} has another shape"
     arrays, error = _read(found, abstract, members)
     errors = members.processes.gather(error)
     if failed := [f"process {n}: {text}" for n, text in enumerate(errors) if text is not None]:
@@ -48,14 +49,6 @@ def read_state(
         jax.tree.map(lambda x: x.delete(), arrays)
         return None, f"its numbers are not those that were saved: {wrong}"
     return state_of(arrays, train_step.abstract, reduction=valid), ""
-
-
-def _other_kind(abstract: Mapping[str, Any], kinds: Mapping[str, Any]) -> str | None:
-    """Returns the key of an array that was saved with another shape or dtype, or not at all."""
-    return next(
-        (key for key, x in abstract.items() if kinds.get(key) != [list(x.shape), x.dtype.name]),
-        None,
-    )
 
 
 def _read(
@@ -75,16 +68,15 @@ class _Reader:
     """Reads parts of arrays from the slots of this host, else from another host's."""
 
     def __init__(self, found: IntactStep, members: Members):
-        self._members = members
+        self._members, self._beside = members, members.beside
         self._local: dict[str, LocalSlot] = {}
         self._remote: dict[tuple[int, str], RemoteSlot] = {}
         self._sources: dict[str, dict[Piece, Source]] = {}
-        hosts, index = members.hosts, members.processes.index
         for one in found.held:
             for number, (piece, _) in enumerate(one.rooms):
                 known = self._sources.setdefault(piece.key, {})
                 # A copy on this host is preferred.
-                if piece not in known or hosts[one.holder] == hosts[index]:
+                if piece not in known or one.holder in self._beside:
                     known[piece] = one, number
 
     def close(self) -> None:
@@ -131,22 +123,17 @@ class _Reader:
         shape: tuple[int, ...],
     ) -> np.ndarray:
         members = self._members
-        if members.hosts[one.holder] == members.hosts[members.processes.index]:
+        if one.holder in self._beside:
             if one.name not in self._local:
                 self._local[one.name] = LocalSlot(members.folder, one.name)
             return self._local[one.name].read(number, start, shape)
-        at = (self._served_by(one.holder), one.name)
+        there = members.on_host_of(one.holder)  # they share the work
+        at = (there[members.processes.index % len(there)], one.name)
         if at not in self._remote:
             self._remote[at] = RemoteSlot(members.addresses[at[0]], members.token, one.name)
         box = np.empty(shape, piece.dtype)
         self._remote[at].read(number, piece, start, box)
         return box
-
-    def _served_by(self, holder: int) -> int:
-        """Returns the process of the holder's host that this one asks: they share the work."""
-        hosts = self._members.hosts
-        there = [process for process, host in enumerate(hosts) if host == hosts[holder]]
-        return there[self._members.processes.index % len(there)]
 
 
 def overlap(

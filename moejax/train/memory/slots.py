@@ -36,8 +36,6 @@ class Slot:
 
     def __init__(self, folder: Path, name: str):
         """Takes its name, without suffix; touches no file."""
-        if not NAMES.fullmatch(name):
-            raise ValueError(f"{name} is no name of a slot")
         self._data, self._record = _paths(folder, name)
         self.bytes = np.empty(0, np.uint8)  # the mapped file
 
@@ -130,14 +128,6 @@ def names_of(process: int) -> list[str]:
 def names_from(process: int, sender: int) -> list[str]:
     """Returns the names of the two slots that a process keeps for a process of another host."""
     return [f"{process}-from-{sender}-{slot}" for slot in (0, 1)]
-
-
-def writer_of(name: str) -> int:
-    """Returns the process that writes the slot of a name."""
-    match = NAMES.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name} is no slot's name")
-    return int(match[1])
 
 
 def names_in(folder: Path) -> list[str]:

@@ -6,13 +6,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from moejax.checkpoint.compatible import (
-    check_resumable,
-    check_same_base,
-    check_same_data,
-    describe_run,
-    rate_notes,
-)
+from moejax.checkpoint.compatible import check_same_base, describe_run, resume_notes
 from moejax.checkpoint.find import Saved
 from moejax.checkpoint.restore import Resumed
 from moejax.checkpoint.writer import arrays_of
@@ -35,6 +29,7 @@ class Memory:
     """The copies that hosts hold of a run at its start; none without `checkpoint.memory_every`.
 
     Attributes:
+      found: the newest step that may be resumed; None without one.
       notes: about steps with missing or damaged parts.
     """
 
@@ -47,17 +42,11 @@ class Memory:
         self._newer_than = 0 if saved is None else saved.step
         self._held_slot: int | None = None
         self._members: Members | None = None
-        self._found: IntactStep | None = None
-        self._passed_over: list[tuple[int, str]] = []
+        self.found: IntactStep | None = None
         self.notes: list[str] = []
         if cfg.checkpoint.memory_every is not None:
             self._members = open_members(cfg, processes)
-            self._found, self.notes = find(self._members, self._newer_than)
-
-    @property
-    def found(self) -> bool:
-        """Whether there is a step that may be resumed."""
-        return self._found is not None
+            self.found, self.notes = find(self._members, self._newer_than)
 
     def resume(
         self,
@@ -77,35 +66,28 @@ class Memory:
           base: path and digest of the frozen weights of a run with adapters.
           note: shows a line to the user.
         """
-        while self._members is not None and (found := self._found) is not None:
+        passed_over: list[tuple[int, str]] = []
+        while self._members is not None and (found := self.found) is not None:
             unfit = _unfit(found, train_step.cfg, content, base, note)
             if found.facts[ENTRY] != to_json(skipped):
                 unfit = "the run went back to before it"
             if unfit is not None:
-                note(f"step {found.step} in memory is not taken: {unfit}")
-                self._find_another(note, found)
-                continue
-            text = f"resuming at step {found.step} from the memory of hosts"
-            console.print(text, soft_wrap=True)
-            state, wrong = read_state(found, train_step, self._members)
-            if state is not None:
-                self._held_slot = found.slot
-                return Resumed(_with_reduction(state, train_step, found, note), found.facts)
-            note(f"step {found.step} in memory is not taken: {wrong}")
-            for one in found.held:
-                if one.holder == self._members.processes.index:
-                    remove_damaged(self._members, one.name, wrong)
-            self._find_another(note)
+                passed_over.append((found.step, found.start_id))
+            else:
+                text = f"resuming at step {found.step} from the memory of hosts"
+                console.print(text, soft_wrap=True)
+                state, unfit = read_state(found, train_step, self._members)
+                if state is not None:
+                    self._held_slot = found.slot
+                    return Resumed(_with_reduction(state, train_step, found, note), found.facts)
+                for one in found.held:
+                    if one.holder == self._members.processes.index:
+                        remove_damaged(self._members, one.name, unfit)
+            note(f"step {found.step} in memory is not taken: {unfit}")
+            self.found, notes = find(self._members, self._newer_than, passed_over)
+            for text in notes:
+                note(text)
         return None
-
-    def _find_another(self, note: Callable[[str], None], unfit: IntactStep | None = None) -> None:
-        """Looks for another step, leaving out `unfit`: an older one may fit this run."""
-        assert self._members is not None
-        if unfit is not None:
-            self._passed_over.append((unfit.step, unfit.start_id))
-        self._found, notes = find(self._members, self._newer_than, self._passed_over)
-        for text in notes:
-            note(text)
 
     def begin_saves(
         self,
@@ -145,14 +127,9 @@ def _unfit(
     note: Callable[[str], None],
 ) -> str | None:
     """Returns why a step does not fit this run, checked as a checkpoint is; None if it does."""
-    allowed = cfg.checkpoint.allow_changed_data
     try:
-        for change in check_resumable(found.facts["config"], cfg, step=found.step):
-            note(f"setting changed since the checkpoint: {change}")
-        for text in rate_notes(found.facts["config"], cfg, step=found.step):
+        for text in resume_notes(found.facts, cfg, content, step=found.step):
             note(text)
-        for change in check_same_data(found.facts, content, allowed=allowed):
-            note(f"data changed since the checkpoint: {change}")
         if base is not None:
             check_same_base(found.facts, base)
     except InputError as error:

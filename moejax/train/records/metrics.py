@@ -194,7 +194,11 @@ class Board:
             self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values_of)))
 
     def _write(self, event: Event) -> None:
-        left = _tfrecord(event.SerializeToString())
+        # A record of a TFRecord file: length, data, and a checksum of each.
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        left = length + sums[0] + data + sums[1]
         with writing(self.path):
             while left:
                 left = left[self._file.write(left) :]
@@ -202,13 +206,6 @@ class Board:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-
-def _tfrecord(data: bytes) -> bytes:
-    """Returns one record of a TFRecord file: length, data, and a checksum of each."""
-    length = struct.pack("<Q", len(data))
-    sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-    return length + sums[0] + data + sums[1]
 
 
 class Records:

@@ -6,13 +6,12 @@ docs/formats/checkpoint.md.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moejax.checkpoint.find import Saved, quarantine
-from moejax.checkpoint.manifest import DamagedError, finished_steps, read_manifest, sync_directory
+from moejax.checkpoint.manifest import DamagedError, finished_steps, read_manifest, write_synced
 from moejax.data.skipped import SkippedData
 from moejax.errors import InputError, writing
 
@@ -33,11 +32,8 @@ def from_json(listed: Any, where: Path) -> list[SkippedData]:
     """
     try:
         found = [SkippedData(entry["after_step"], entry["skip"]) for entry in listed]
-        counts = all(type(n) is int for entry in found for n in entry)
-        whole = (
-            isinstance(listed, list)
-            and counts
-            and all(entry.after_step >= 0 and entry.skip > 0 for entry in found)
+        whole = isinstance(listed, list) and all(
+            type(after) is type(skip) is int and after >= 0 and skip > 0 for after, skip in found
         )
     except (TypeError, KeyError):
         found, whole = [], False
@@ -55,14 +51,8 @@ def write_skipped(run_dir: Path, skipped: Sequence[SkippedData]) -> None:
     Raises:
       StorageFullError: if no space is left. The file is unchanged.
     """
-    path, beside = run_dir / FILE, run_dir / f"{FILE}.tmp"
-    with writing(path):
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump(to_json(skipped), file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        sync_directory(run_dir)
+    with writing(run_dir / FILE):
+        write_synced(run_dir / FILE, to_json(skipped))
 
 
 def read_skipped(run_dir: Path) -> list[SkippedData]:

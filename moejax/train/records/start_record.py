@@ -50,15 +50,14 @@ def highest_peak(log: Path, facts: Mapping[str, Any], measured: float) -> float:
     """
     peaks = [measured]
     for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
-        if '"event": "start"' in text and _same_products(start := json.loads(text), facts):
-            peaks.append(start.get("peak_flops_per_second") or 0.0)
+        if '"event": "start"' in text:
+            start = json.loads(text)
+            same = all(
+                start.get(name) == facts[name] for name in ("device", "devices", "processes")
+            )
+            if same and start["config"]["model"]["dtype"] == facts["config"]["model"]["dtype"]:
+                peaks.append(start.get("peak_flops_per_second") or 0.0)
     return max(peaks)
-
-
-def _same_products(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two starts had the same devices and multiplied in the same dtype."""
-    same = all(a.get(name) == b[name] for name in ("device", "devices", "processes"))
-    return same and a["config"]["model"]["dtype"] == b["config"]["model"]["dtype"]
 
 
 def traffic_rows(collectives: list[Collective], layout: Layout) -> list[dict[str, Any]]:
@@ -88,7 +87,7 @@ def traffic_rows(collectives: list[Collective], layout: Layout) -> list[dict[str
     ]
 
 
-class ExpertLoads:
+class ExpertLoads(EventLog):
     """Appends the experts' load to `experts.jsonl`, as often as a picture of the run needs."""
 
     def __init__(self, run_dir: Path, num_steps: int):
@@ -97,7 +96,7 @@ class ExpertLoads:
         Args:
           num_steps: of the run, of which about `SNAPSHOTS` are recorded.
         """
-        self._log = EventLog(run_dir / "experts.jsonl")
+        super().__init__(run_dir / "experts.jsonl")
         self._every, self._num_steps = num_steps / SNAPSHOTS, num_steps
         self._last: int | None = None
 
@@ -105,9 +104,5 @@ class ExpertLoads:
         """Adds the load of a step, unless the last recorded step is too near."""
         last = self._last
         if last is None or not last < step < last + self._every or step == self._num_steps:
-            self._log.write("load", step=step, load=np.asarray(load_LE).tolist())
+            self.write("load", step=step, load=np.asarray(load_LE).tolist())
             self._last = step
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._log.close()

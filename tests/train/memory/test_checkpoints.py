@@ -476,7 +476,7 @@ def test_processes_agree_on_how_a_save_ended(ends, values):
 def test_arrays_of_another_kind_and_copies_that_are_not_whole_are_not_taken(tmp_path):
     train_step, *_ = saved(tmp_path, 2)
     memory = Memory(train_step.cfg, ALONE, None)
-    found = memory._found
+    found = memory.found
     key = "weights/params.norm.scale"
     for kinds in ({**found.kinds, key: [[3], "float32"]}, {**found.kinds, key: None}):
         other = read_state(found._replace(kinds=kinds), train_step, memory._members)

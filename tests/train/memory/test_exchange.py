@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from moejax.runtime.meeting import line
 from moejax.train.memory import exchange
 from moejax.train.memory.exchange import (
     LINE_BYTES,
@@ -16,7 +17,6 @@ from moejax.train.memory.exchange import (
     LocalSlot,
     RemoteSlot,
     Server,
-    line,
     put,
 )
 from moejax.train.memory.placement import Piece
