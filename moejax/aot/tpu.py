@@ -19,11 +19,8 @@ SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 def tpu_flops(line: Instruction, operands: Sequence[ArrayType]) -> tuple[float, bool]:
     """Returns the FLOPs of an instruction that multiplies, and whether its rows have groups.
 
-    (0, False) for others. A product of groups counts all rows of its buffer, filled or not, and
-    whole tiles of columns. A tile of rows that two groups share counts once.
-
-    Args:
-      operands: the arrays that it reads, in order.
+    As `products.product_flops`, but a product of groups counts whole tiles of columns. A tile of
+    rows that two groups share counts once.
     """
     if line.op == "convolution":
         return _convolution(line, *operands[:2]), False

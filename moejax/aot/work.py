@@ -16,7 +16,7 @@ from moejax.aot.compiled import CompiledText
 from moejax.aot.hlo import ArrayType, Instruction, kind_of
 from moejax.aot.products import product_flops
 from moejax.aot.tpu import tpu_flops
-from moejax.aot.traffic import body_bytes, kernel_bytes
+from moejax.aot.traffic import body_bytes
 
 # Class of a product -> pattern for the target of its call, or else for the names of its scopes. The
 # first match counts; a product without a match is of the class "rest".
@@ -153,11 +153,9 @@ class _Reader:
         return result
 
     def _launches(self, line: Instruction) -> bool:
-        if line.op in WITHOUT_KERNEL or line.op.endswith(("-done", "-update")):
-            return False
-        if self._starts_others(line):
-            return False
-        return not (line.op == "custom-call" and line.target in MARKS)
+        silent = line.op in WITHOUT_KERNEL or line.op.endswith(("-done", "-update"))
+        marks = line.op == "custom-call" and line.target in MARKS
+        return not (silent or marks or self._starts_others(line))
 
     def _kernel(self, line: Instruction, arrays: Mapping[str, ArrayType], calls: int) -> Kernel:
         collective = kind_of(line.op) is not None or self.text.issued(line) is not None
@@ -199,7 +197,7 @@ class _Reader:
             return part.memory_bytes + (0 if whole.local else part.bytes)
         if line.op in FUSIONS:
             return body_bytes(self.text.computations[line.called[0]], {})
-        return kernel_bytes(line, {name: arrays[name] for name in line.operands if name in arrays})
+        return body_bytes([line], {name: arrays[name] for name in line.operands if name in arrays})
 
 
 def _arrays(lines: Sequence[Instruction]) -> dict[str, ArrayType]:
