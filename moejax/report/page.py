@@ -63,11 +63,9 @@ def names_of(directories: list[Path]) -> list[str]:
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"a run stands twice. {twice}. Each is compared once. Name it once.")
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    longest = max(len(path.parts) for path in paths)
+    found = (["/".join(path.parts[-n:]) for path in paths] for n in range(1, longest + 1))
+    return next(names for names in found if len(set(names)) == len(names))
 
 
 def page_of(data: dict[str, Any]) -> str:
