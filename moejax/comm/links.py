@@ -154,9 +154,8 @@ def build_link(
       codecs: the step's; between stages of one node nothing is compressed.
       x_BtD: an array that travels; only its shape and dtype count.
     """
-    spec: CodecSpec | None = getattr(codecs, traffic)
-    if not layout.between_nodes(layout.stage):
-        spec = None
+    across = layout.between_nodes(layout.stage)
+    spec: CodecSpec | None = getattr(codecs, traffic) if across else None
     codec = build_plain_codec(spec)
     like = None if codec is None else jax.eval_shape(codec.encode_once, x_BtD)
     feedback = spec is not None and spec.feedback

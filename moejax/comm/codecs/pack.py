@@ -7,26 +7,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from moejax.comm.codecs.codec import Codec, Payload
-
-
-def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:
-    """Encodes x [..., n] with a codec without state.
-
-    Returns:
-      The payload as bytes [..., m], and the payload itself, whose shapes `decode_packed` needs.
-    """
-    payload = codec.encode_once(x)
-    return pack(payload, x.ndim - 1), payload
-
-
-def decode_packed(
-    codec: Codec, packed: jax.Array, like: Payload, size: int, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
-    """Decodes bytes of `encode_packed` to [..., size]; leading sizes may differ from `like`."""
-    return codec.decode_as(unpack(packed, like), size, dtype)
+from moejax.comm.codecs.codec import Payload
 
 
 def pack(payload: Payload, lead: int = 1) -> jax.Array:
