@@ -31,14 +31,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
-from moejax.comm.weights.residuals import detach_residuals
+from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.stage_weights import reduce_stage_gradients
-from moejax.step.full_batch import (
-    NumTargets,
-    count_targets,
-    reduce_replicated_gradients,
-    with_residuals,
-)
+from moejax.step.full_batch import NumTargets, count_targets, reduce_replicated_gradients
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.pipeline.inputs import add, sums_like, zeros_of
@@ -93,7 +88,7 @@ def loss_gradients(
 
     `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
     """
-    params = with_residuals(model, state)
+    params = attach_residuals(state.params, state.reduction, model.dims, state.step)
     micro_batches, slices = model.cfg.train.micro_batches, model.cfg.mesh.stage_slices
     staged = StagedModel(model, state, batch, params, micro_batches, slices, training=True)
     ticks = Ticks(staged, count_targets(model, batch))
