@@ -15,13 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moejax.kernels.experts.quantize import (
-    Quantized,
-    bytes_of,
-    dequantize,
-    dequantize_sum,
-    quantize,
-)
+from moejax.kernels.experts.quantize import Quantized, dequantize, dequantize_sum, quantize
 
 Payload = Any  # a pytree of arrays, with the leading dimensions of the encoded array
 
@@ -57,28 +51,18 @@ class Codec:
         """Returns [..., size], the sum over the first dimension, in float32."""
         return jnp.sum(self.decode(payload, size), axis=0)
 
-    def wire_bytes(self, size: int) -> int:
-        """Bytes of a payload of `size` values, all counted."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """A cast to another dtype. bfloat16: error at most 2^-8 |x|, while |x| is above 2^-126."""
-
-    dtype: str = "bfloat16"
+    """A cast to bfloat16: error at most 2^-8 |x|, while |x| is above 2^-126."""
 
     def encode(self, x: jax.Array, state: jax.Array, step: jax.Array) -> tuple[Payload, jax.Array]:
         """Rounds to the nearest."""
-        return x.astype(self.dtype), state
+        return x.astype(jnp.bfloat16), state
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Casts to float32."""
         return payload.astype(jnp.float32)
-
-    def wire_bytes(self, size: int) -> int:
-        """The dtype's bytes for each value."""
-        return size * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -109,7 +93,3 @@ class Blocks(Codec):
     def decode_sum(self, payload: Payload, size: int) -> jax.Array:
         """Multiplies by the scales and sums in one pass."""
         return dequantize_sum(Quantized(*payload), self.format, size, implementation=self.kernel)
-
-    def wire_bytes(self, size: int) -> int:
-        """Bytes of values, padding and scales."""
-        return bytes_of(size, self.format, block=self.block)
