@@ -87,7 +87,7 @@ def measure_work(text: CompiledText, *, filled: float = 1.0, classes: Classes = 
     Args:
       filled: share of the rows in the buffers of grouped products that are filled.
     """
-    reader = _Reader(text, classes)
+    reader = KernelReader(text, classes)
     kernels = reader.kernels()
     flops: dict[str, float] = {}
     most: dict[str, float] = {}
@@ -106,15 +106,10 @@ def measure_work(text: CompiledText, *, filled: float = 1.0, classes: Classes = 
     )
 
 
-def kernels_of(text: CompiledText, classes: Classes = CLASSES) -> list[Kernel]:
-    """Returns the kernels that a step launches."""
-    return _Reader(text, classes).kernels()
-
-
-class _Reader:
+class KernelReader:
     """Walks the computations that run as sequences of kernels."""
 
-    def __init__(self, text: CompiledText, classes: Classes):
+    def __init__(self, text: CompiledText, classes: Classes = CLASSES):
         self.text = text
         self.classes = {name: re.compile(pattern) for name, pattern in classes.items()}
 
@@ -140,7 +135,7 @@ class _Reader:
         return dict(found)
 
     def kernels(self) -> list[Kernel]:
-        """Every kernel, in the order of the text."""
+        """Every kernel that a step launches, in the order of the text."""
         result = []
         for name, lines in self.text.computations.items():
             if name in self.runs:

@@ -72,10 +72,7 @@ def send_back(
 def swap_encoded(
     payload: Payload, hop: Hop, filled: jax.Array | None, codec: Codec | None
 ) -> Payload:
-    """The all-to-all of encoded rows: all arrays of a payload travel as one array of bytes.
-
-    Rows leave their source by it on hop 0, on later hops by `send`; results return by `send_back`.
-    """
+    """The all-to-all of encoded rows: all arrays of a payload travel as one array of bytes."""
     if codec is None:
         return swap(payload, hop, filled)
     return unpack(swap(pack(payload, 3), hop, filled), payload)

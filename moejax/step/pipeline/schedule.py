@@ -49,15 +49,12 @@ Letters: P stages, V virtual stages on each, N slices, M micro-batches; s a stag
 n a task.
 """
 
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
 
 class Phase(NamedTuple):
     """Ticks start <= t < stop, which all do the same.
-
-    Forward alone is warm-up, both passes are steady, backward alone is cool-down.
 
     Attributes:
       forward, loss, backward: whether a tick has forward tasks, a loss step, backward tasks.
@@ -180,15 +177,11 @@ class Schedule(NamedTuple):
 
     def _phases(self, ticks: range) -> tuple[Phase, ...]:
         """Returns the phases of some ticks, counted from the first of them."""
-
-        def runs() -> Iterator[Phase]:
-            start = 0
-            for work, same in groupby(ticks, self._work):
-                stop = start + len(list(same))
-                yield Phase(start, stop, *work)
-                start = stop
-
-        return tuple(runs())
+        phases: list[Phase] = []
+        for work, same in groupby(ticks, self._work):
+            start = phases[-1].stop if phases else 0
+            phases.append(Phase(start, start + len(list(same)), *work))
+        return tuple(phases)
 
     def _work(self, t: int) -> tuple[bool, bool, bool, bool]:
         """Returns (forward, loss, backward, boundary) of a tick, as `Phase` has them."""
@@ -211,8 +204,6 @@ def build_schedule(
       virtual_stages: `model.stage_chunks`; above one for 1F1B alone.
       slices: `mesh.stage_slices`; above one for 1F1B alone, with one virtual stage.
     """
-    if name not in ("1f1b", "combined_1f1b"):
-        raise ValueError(f"no schedule {name}")
     if slices > 1:
         # On the first stage backward of slice n follows its forward after so many ticks less one,
         # and the next micro-batch begins N ticks after each.

@@ -198,8 +198,6 @@ class SavingStage:
     ) -> tuple[Slots, jax.Array, RouterParts, Gradients]:
         """Alternates a layer of one task forward and a layer of another backward.
 
-        Neither needs the other, so exchanges of one hide behind products of the other.
-
         Returns:
           The slots, output and parts of the forward task, and gradients of the backward task.
         """
