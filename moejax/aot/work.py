@@ -15,7 +15,6 @@ from functools import cached_property
 from moejax.aot.compiled import CompiledText
 from moejax.aot.hlo import ArrayType, Instruction, kind_of
 from moejax.aot.products import product_flops
-from moejax.aot.tpu import tpu_flops
 from moejax.aot.traffic import body_bytes
 
 # Class of a product -> pattern for the target of its call, or else for the names of its scopes. The
@@ -169,8 +168,6 @@ class KernelReader:
         """Yields target or label, FLOPs, and whether rows have groups, of each product inside."""
         operands = [arrays[name] for name in line.operands if name in arrays]
         flops, grouped = product_flops(line, operands)
-        if not flops:
-            flops, grouped = tpu_flops(line, operands)
         if flops:
             yield f"{line.target} {line.label}", flops, grouped
         if line.op in FUSIONS:
