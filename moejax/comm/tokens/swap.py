@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import Codec, Payload
-from moejax.comm.codecs.pack import pack, unpack
+from moejax.comm.codecs.codec import Codec, Payload, pack, unpack
 from moejax.comm.tokens.rows import encode
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop

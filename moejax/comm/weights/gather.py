@@ -28,8 +28,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import Codec
-from moejax.comm.codecs.pack import pack, unpack
+from moejax.comm.codecs.codec import Codec, pack, unpack
 from moejax.comm.weights.adapters import (
     AdaptedWeight,
     Adapter,
