@@ -168,8 +168,7 @@ def _batch(cfg: Config) -> Batch:
 
 def _kernel_checks(run: SmokeRun) -> Iterator[Check]:
     """Yields a check of each operation's chosen form against its reference, with codecs."""
-    policy = CompressionConfig(preset="hybrid")
-    asked = dataclasses.replace(run.cfg, compression=policy)
+    asked = dataclasses.replace(run.cfg, compression=CompressionConfig(preset="hybrid"))
     choices = select_kernels(asked, hardware_of(run.mesh, run.platform))
     known = {
         "attention": (_check_attention, "model.dtype=float32 takes our own in place of cuDNN's."),

@@ -207,9 +207,5 @@ def plan_data(run: RunRecord) -> dict[str, Any] | None:
     if run.plan is None:
         return None
     page = run.directory / "plan.html"
-    return {
-        "topology": run.plan.get("topology"),
-        "predicted": run.plan.get("predicted"),
-        "settings": run.plan.get("settings"),
-        "page": page.read_text("utf-8") if page.is_file() else None,
-    }
+    facts = {name: run.plan.get(name) for name in ("topology", "predicted", "settings")}
+    return facts | {"page": page.read_text("utf-8") if page.is_file() else None}

@@ -93,11 +93,7 @@ def layouts_of(tree: Tree, cfg: Config, spec: StepSpec) -> Tree:
 
 
 def check_adapters(cfg: Config) -> None:
-    """Checks `lora` against the model's parameters, before a device is touched.
-
-    Raises:
-      InputError: if it does not fit.
-    """
+    """Raises InputError if `lora` does not fit the model's parameters; touches no device."""
     if cfg.lora.rank is None:
         return
     layout = build_layout(MeshConfig())

@@ -5,11 +5,7 @@ from moejax.config.schema import Config, ModelConfig, RopeConfig
 
 
 def check_attention(cfg: Config) -> None:
-    """Checks that the parts of attention fit together.
-
-    Raises:
-      InputError: the first rule that is broken.
-    """
+    """Raises InputError at the first rule about the parts of attention that `cfg` breaks."""
     model = cfg.model
     if model.is_latent:
         _check_latent(model)
