@@ -182,9 +182,7 @@ class MoE(nnx.Module):
         load_E = counted_SE[0]
         if cfg.balance_over == "sequence":
             load_E = router.count_load(routing.expert_NK, self.moe.num_experts)
-        z = jnp.zeros(())
-        if cfg.z_loss:
-            z = router.z_loss(logit_NE, layout=self.spec.layout)
+        z = router.z_loss(logit_NE, layout=self.spec.layout) if cfg.z_loss else jnp.zeros(())
         dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)
         entropy = router.entropy(routing.score_NE, layout=self.spec.layout)
         overflowed = jnp.sum(overflow.over_NK, dtype=jnp.int32)

@@ -57,13 +57,12 @@ def _check_rotated(model: ModelConfig) -> None:
 
 
 def _check_rope(rope: RopeConfig) -> None:
-    if rope.scaling == "llama3":
-        require(
-            rope.low_frequency_factor < rope.high_frequency_factor,
-            f"`model.rope.low_frequency_factor` = {rope.low_frequency_factor} must be below "
-            f"`model.rope.high_frequency_factor` = {rope.high_frequency_factor}. Lower the first "
-            "or raise the second.",
-        )
+    require(
+        rope.scaling != "llama3" or rope.low_frequency_factor < rope.high_frequency_factor,
+        f"`model.rope.low_frequency_factor` = {rope.low_frequency_factor} must be below "
+        f"`model.rope.high_frequency_factor` = {rope.high_frequency_factor}. Lower the first "
+        "or raise the second.",
+    )
     # Kimi-K2 has 1 for both: no pair of channels is blended.
     require(
         rope.scaling != "yarn" or rope.beta_slow <= rope.beta_fast,
