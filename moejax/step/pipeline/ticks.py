@@ -16,9 +16,6 @@ So a gradient travels while the next tick computes forward, and activations trav
 is computed. In a combined schedule 3 and 4 come first, layer by layer in alternation; then all is
 sent, and travels during the loss step.
 
-In the bubble a stage computes with real tokens, and the results are discarded. Weights are gathered
-once a step, and their gradients reduced once (`comm.weights.stage_weights`).
-
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
 stages run them, t a tick, L this stage's layers, of all its virtual stages, S slots.
 """
