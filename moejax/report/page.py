@@ -30,11 +30,7 @@ SHOWN_EVENTS = 2000  # events of a run that a page holds at most, the newest
 
 
 def write_report(directories: list[Path], out: Path) -> None:
-    """Writes the page of one run or several.
-
-    Raises:
-      InputError: if a directory holds no run.
-    """
+    """Writes the page of one run or several; raises as `page_data` does."""
     page = page_of(page_data(directories))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page)
