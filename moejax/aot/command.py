@@ -22,6 +22,7 @@ from moejax.aot.step import (
     compile_step,
     described_config,
     other_peaks,
+    overlapped_share,
     update_bytes,
 )
 from moejax.aot.target import NODE, TARGETS, Target
@@ -143,14 +144,11 @@ def traffic_of(exchange: Exchange, layout: Layout) -> str | None:
 
 def hidden_shares(exchanges: Iterable[Exchange], layout: Layout) -> dict[str, float]:
     """Returns the share of each class's bytes across nodes that overlap a matrix product."""
-    total: dict[str, int] = {}
-    hidden: dict[str, int] = {}
+    by_class: dict[str, list[Exchange]] = {}
     for exchange in exchanges:
-        kind = traffic_of(exchange, layout)
-        if kind is not None:
-            total[kind] = total.get(kind, 0) + exchange.calls * exchange.bytes
-            hidden[kind] = hidden.get(kind, 0) + exchange.calls * exchange.bytes * exchange.hides
-    return {kind: hidden[kind] / max(total[kind], 1) for kind in total}
+        if (kind := traffic_of(exchange, layout)) is not None:
+            by_class.setdefault(kind, []).append(exchange)
+    return {kind: overlapped_share(found) for kind, found in by_class.items()}
 
 
 def compress_exposed(exchanges: Iterable[Exchange], layout: Layout, preset: str) -> dict[str, str]:

@@ -123,15 +123,12 @@ class CompiledText:
 
     def exchanges(self) -> list[Exchange]:
         """Every array that a collective moves."""
-        result = []
-        for name, lines in self._schedules.items():
-            ends = self._ends[name]
-            for index, line in enumerate(lines):
-                between = lines[index + 1 : ends[index]]
-                if moved := list(self._exchanges(line, between, self.calls[name])):
-                    beside = self._beside(name, index) + self._outside.get(name, ())
-                    result += [replace(exchange, beside=beside) for exchange in moved]
-        return result
+        return [
+            exchange
+            for name, lines in self._schedules.items()
+            for index in range(len(lines))
+            for exchange in self._exchanges(name, index)
+        ]
 
     def _beside(self, name: str, index: int) -> tuple[str, ...]:
         """Returns the all-to-alls in flight at the same time as an instruction's collective."""
@@ -144,15 +141,12 @@ class CompiledText:
 
     def _launches(self, line: Instruction) -> list[str]:
         """Returns the all-to-alls that an instruction, or a computation it calls, starts."""
-        issued = self.issued(line)
         if line.op.endswith(("-done", "-update")):
             return []
-        if issued is not None:
+        if (issued := self.issued(line)) is not None:
             return [line.name] if kind_of(issued.op) == "all-to-all" else []
-        inner = [
-            instruction for name in line.called for instruction in self._schedules.get(name, [])
-        ]
-        return [launch for instruction in inner for launch in self._launches(instruction)]
+        inner = (one for name in line.called for one in self._schedules.get(name, []))
+        return [launch for one in inner for launch in self._launches(one)]
 
     @cached_property
     def _ends(self) -> dict[str, list[int]]:
@@ -250,15 +244,14 @@ class CompiledText:
         lines = itertools.chain.from_iterable(self.computations.values())
         return {line.name: line for line in lines if line.op.endswith(("-start", "-update"))}
 
-    def _exchanges(
-        self, line: Instruction, between: list[Instruction], calls: int
-    ) -> Iterator[Exchange]:
-        """Yields an exchange for each array that an instruction moves."""
-        issued = self.issued(line)
-        kind = kind_of(issued.op) if issued else None
-        if issued is None or kind is None:
+    def _exchanges(self, name: str, index: int) -> Iterator[Exchange]:
+        """Yields an exchange for each array that an instruction of a computation moves."""
+        lines = self._schedules[name]
+        line, between = lines[index], lines[index + 1 : self._ends[name][index]]
+        if (issued := self.issued(line)) is None:
             return
-        axes = self._axes_of(issued.rest)
+        axes, kind = self._axes_of(issued.rest), issued.op.removesuffix("-start")
+        beside = self._beside(name, index) + self._outside.get(name, ())
         group = math.prod(self.axes.get(axis, 1) for axis in axes)
         for dtype, size in arrays_of(issued, kind, group):
             yield Exchange(
@@ -266,11 +259,12 @@ class CompiledText:
                 axes=axes,
                 dtype=DTYPES.get(dtype, dtype),
                 bytes=size,
-                calls=calls,
+                calls=self.calls[name],
                 asynchronous=line.op.endswith("-start"),
                 hides=any(self.multiplies(instruction) for instruction in between),
                 backward="transpose(" in line.rest,
                 launch=line.name,
+                beside=beside,
             )
 
     def _end(self, lines: list[Instruction], index: int) -> int:
@@ -285,7 +279,6 @@ class CompiledText:
         return next(ends, len(lines))
 
     def _axes_of(self, attributes: str) -> tuple[str, ...]:
-        """Returns the mesh axes of a collective's groups."""
         named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
         if named:
             names = re.findall(r"'(\w+)'", named[2])

@@ -91,11 +91,11 @@ class CompiledStep:
 
     def hidden_reductions(self) -> float:
         """Share of the reductions' bytes that overlap a matrix product."""
-        return _hidden(self.reductions())
+        return overlapped_share(self.reductions())
 
     def hidden_gathers(self) -> float:
         """Share of the gathered weights' bytes that overlap a matrix product."""
-        return _hidden([one for one in self.exchanges if one.kind == "all_gather"])
+        return overlapped_share([one for one in self.exchanges if one.kind == "all_gather"])
 
     def executed(self, *, most: bool = False) -> dict[str, float]:
         """Returns the FLOPs executed over the model's, by class, and of "all".
@@ -124,10 +124,11 @@ class CompiledStep:
 
     def hidden_share(self, *, backward: bool | None = None) -> float:
         """Returns the share of the token all-to-alls that overlap a matrix product."""
-        return _hidden([replace(one, bytes=1) for one in self.token_exchanges(backward=backward)])
+        sent = self.token_exchanges(backward=backward)
+        return overlapped_share([replace(one, bytes=1) for one in sent])
 
 
-def _hidden(exchanges: list[Exchange]) -> float:
+def overlapped_share(exchanges: list[Exchange]) -> float:
     """Returns the share of bytes that overlap a matrix product."""
     hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
     return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
@@ -220,8 +221,7 @@ def update_bytes(train_step: TrainStep, step: CompiledStep, options: Options | N
     """
     compiled = _lowered(train_step, train_step.gradients).compile(compiler_options=options)
     memory = compiled.memory_analysis()
-    gradients = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return step.temporary_bytes - gradients
+    return step.temporary_bytes - memory.temp_size_in_bytes - memory.output_size_in_bytes
 
 
 def other_peaks(train_step: TrainStep, step: CompiledStep) -> dict[str, int]:

@@ -15,15 +15,6 @@ SPREADS = ("broadcast", "pad", "concatenate")
 VIEWS = ("bitcast", "reshape", "get-tuple-element")
 
 
-def kernel_bytes(line: Instruction, operands: Mapping[str, ArrayType]) -> int:
-    """Returns the bytes read and written by an instruction that is a kernel of its own.
-
-    Args:
-      operands: by name, the arrays that it reads.
-    """
-    return body_bytes([_as_root(line)], operands)
-
-
 def body_bytes(body: Sequence[Instruction], outside: Mapping[str, ArrayType]) -> int:
     """Returns the bytes read and written by a kernel with these instructions, in order.
 
@@ -60,10 +51,6 @@ def body_bytes(body: Sequence[Instruction], outside: Mapping[str, ArrayType]) ->
         wanted[name] * array.memory_bytes // max(array.size, 1) for name, array in arrays.items()
     )
     return written + read
-
-
-def _as_root(line: Instruction) -> Instruction:
-    return Instruction(line.name, line.op, line.result, line.rest, root=True)
 
 
 def _results(body: Sequence[Instruction]) -> list[str]:

@@ -15,8 +15,7 @@ from functools import cached_property
 from moejax.aot.compiled import CompiledText
 from moejax.aot.hlo import ArrayType, Instruction, kind_of
 from moejax.aot.products import product_flops
-from moejax.aot.tpu import tpu_flops
-from moejax.aot.traffic import body_bytes, kernel_bytes
+from moejax.aot.traffic import body_bytes
 
 # Class of a product -> pattern for the target of its call, or else for the names of its scopes. The
 # first match counts; a product without a match is of the class "rest".
@@ -87,7 +86,7 @@ def measure_work(text: CompiledText, *, filled: float = 1.0, classes: Classes = 
     Args:
       filled: share of the rows in the buffers of grouped products that are filled.
     """
-    reader = _Reader(text, classes)
+    reader = KernelReader(text, classes)
     kernels = reader.kernels()
     flops: dict[str, float] = {}
     most: dict[str, float] = {}
@@ -106,15 +105,10 @@ def measure_work(text: CompiledText, *, filled: float = 1.0, classes: Classes = 
     )
 
 
-def kernels_of(text: CompiledText, classes: Classes = CLASSES) -> list[Kernel]:
-    """Returns the kernels that a step launches."""
-    return _Reader(text, classes).kernels()
-
-
-class _Reader:
+class KernelReader:
     """Walks the computations that run as sequences of kernels."""
 
-    def __init__(self, text: CompiledText, classes: Classes):
+    def __init__(self, text: CompiledText, classes: Classes = CLASSES):
         self.text = text
         self.classes = {name: re.compile(pattern) for name, pattern in classes.items()}
 
@@ -140,7 +134,7 @@ class _Reader:
         return dict(found)
 
     def kernels(self) -> list[Kernel]:
-        """Every kernel, in the order of the text."""
+        """Every kernel that a step launches, in the order of the text."""
         result = []
         for name, lines in self.text.computations.items():
             if name in self.runs:
@@ -153,11 +147,9 @@ class _Reader:
         return result
 
     def _launches(self, line: Instruction) -> bool:
-        if line.op in WITHOUT_KERNEL or line.op.endswith(("-done", "-update")):
-            return False
-        if self._starts_others(line):
-            return False
-        return not (line.op == "custom-call" and line.target in MARKS)
+        silent = line.op in WITHOUT_KERNEL or line.op.endswith(("-done", "-update"))
+        marks = line.op == "custom-call" and line.target in MARKS
+        return not (silent or marks or self._starts_others(line))
 
     def _kernel(self, line: Instruction, arrays: Mapping[str, ArrayType], calls: int) -> Kernel:
         collective = kind_of(line.op) is not None or self.text.issued(line) is not None
@@ -176,8 +168,6 @@ class _Reader:
         """Yields target or label, FLOPs, and whether rows have groups, of each product inside."""
         operands = [arrays[name] for name in line.operands if name in arrays]
         flops, grouped = product_flops(line, operands)
-        if not flops:
-            flops, grouped = tpu_flops(line, operands)
         if flops:
             yield f"{line.target} {line.label}", flops, grouped
         if line.op in FUSIONS:
@@ -199,7 +189,7 @@ class _Reader:
             return part.memory_bytes + (0 if whole.local else part.bytes)
         if line.op in FUSIONS:
             return body_bytes(self.text.computations[line.called[0]], {})
-        return kernel_bytes(line, {name: arrays[name] for name in line.operands if name in arrays})
+        return body_bytes([line], {name: arrays[name] for name in line.operands if name in arrays})
 
 
 def _arrays(lines: Sequence[Instruction]) -> dict[str, ArrayType]:

@@ -31,12 +31,8 @@ CALLS = (
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs in an equation's parameters, closed or open: of loops, branches and calls."""
-    jaxprs = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(opened(item), "eqns"):
-                jaxprs.append(item)
-    return jaxprs
+    values = (v if isinstance(v, (tuple, list)) else (v,) for v in eqn.params.values())
+    return [item for items in values for item in items if hasattr(opened(item), "eqns")]
 
 
 def opened(jaxpr: Any) -> Any:

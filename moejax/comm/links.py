@@ -19,8 +19,7 @@ from jax.typing import DTypeLike
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
 from moejax.comm.codecs.build import build_plain_codec
-from moejax.comm.codecs.codec import Codec, Payload
-from moejax.comm.codecs.pack import pack, unpack
+from moejax.comm.codecs.codec import Codec, Payload, pack, unpack
 from moejax.config.compression import Codecs, CodecSpec
 from moejax.layout.layout import Layout
 
@@ -154,9 +153,8 @@ def build_link(
       codecs: the step's; between stages of one node nothing is compressed.
       x_BtD: an array that travels; only its shape and dtype count.
     """
-    spec: CodecSpec | None = getattr(codecs, traffic)
-    if not layout.between_nodes(layout.stage):
-        spec = None
+    across = layout.between_nodes(layout.stage)
+    spec: CodecSpec | None = getattr(codecs, traffic) if across else None
     codec = build_plain_codec(spec)
     like = None if codec is None else jax.eval_shape(codec.encode_once, x_BtD)
     feedback = spec is not None and spec.feedback

@@ -31,23 +31,12 @@ STAGES = ("stage", "stage_gradient")
 PRESETS: dict[str, dict[str, str]] = {
     "none": {},
     "hybrid": {
-        "dense_gradient": "int8+feedback",
-        "expert_gradient": "int8+feedback",
-        "dispatch": "int8",
-        "combine": "int8",
-        "stage": "int8",
-        "stage_gradient": "int8",
+        **dict.fromkeys(GRADIENTS, "int8+feedback"),
+        **dict.fromkeys(("dispatch", "combine", *STAGES), "int8"),
     },
     "strong": {
-        "dense_gradient": "int4+feedback",
-        "expert_gradient": "int4+feedback",
-        "dispatch": "int8",
-        "combine": "int8",
-        "dispatch_backward": "int8",
-        "combine_backward": "int8",
-        "weights": "int8",
-        "stage": "int8",
-        "stage_gradient": "int8",
+        **dict.fromkeys(GRADIENTS, "int4+feedback"),
+        **dict.fromkeys((*TOKENS, "weights", *STAGES), "int8"),
     },
 }
 

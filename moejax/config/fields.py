@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import operator
 import reprlib
 import types
 import typing
@@ -165,10 +166,7 @@ def _suggest(name: str) -> str:
 
 def get_value(cfg: Config, name: str) -> Any:
     """Returns the value of the setting with that dotted name."""
-    value: Any = cfg
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(name)(cfg)
 
 
 def check_value(field: Field, value: Any) -> Any:

@@ -78,11 +78,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _named(name: str) -> Path:
-    """Returns the path of a config that comes with moejax.
-
-    Raises:
-      InputError: if none has this name.
-    """
+    """Returns the path of a config that comes with moejax."""
     known = named_configs()
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
@@ -236,31 +232,26 @@ def _walk_yaml(loader: _Loader, node: yaml.MappingNode, prefix: str, shown: str)
         name = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value:
             yield from _walk_yaml(loader, value, f"{name}.", shown)
-        else:
-            yield Entry(name, _construct(loader, value, where), where, plain_data=True)
-
-
-def _construct(loader: _Loader, node: yaml.Node, where: str) -> Any:
-    try:
-        return loader.construct_object(node, deep=True)
-    except ValueError as error:
-        raise InputError(_describe_value(where, error)) from None
+            continue
+        try:
+            made = loader.construct_object(value, deep=True)
+        except ValueError as error:
+            raise InputError(_describe_value(where, error)) from None
+        yield Entry(name, made, where, plain_data=True)
 
 
 def _read_json(text: str, shown: str) -> list[Entry]:
     try:
         root = json.loads(text)
-        if not isinstance(root, dict):
-            raise InputError(f"{shown}, line 1: a config is an object of names and values.")
-        return list(_walk_json(text, shown)) if root else []
     except json.JSONDecodeError as error:
         raise InputError(f"{shown}, line {error.lineno}: {error.msg}.") from None
     except RecursionError:
         raise InputError(f"{shown}: {_TOO_DEEP}") from None
     except ValueError as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(_describe_value(shown, error)) from None
+    if not isinstance(root, dict):
+        raise InputError(f"{shown}, line 1: a config is an object of names and values.")
+    return list(_walk_json(text, shown)) if root else []
 
 
 def _describe_value(where: str, error: ValueError) -> str:

@@ -11,8 +11,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from moejax.aot.target import TARGETS
 from moejax.config.command_line import Parser
 from moejax.config.fields import change
@@ -74,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, overrides: list[str]) -> int | None:
-    """Runs what the flags ask for. Returns the exit code; None for 0."""
+    """Returns the exit code; None for 0."""
     _check_flags(args, overrides)
     console = screen()
     # The trainer is imported where a check needs it.
@@ -84,7 +82,9 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int | None:
         cfg = None if args.config is None else load_config(args.config, overrides)
         return check_mesh(cfg, args.run_dir, args.deadline or DEADLINE_S, console)
     if args.run_dir is not None or args.coordinator is not None:
-        return _check_places(args.run_dir, args.coordinator, console)
+        findings = [] if args.run_dir is None else check_directory(args.run_dir)
+        findings += [] if args.coordinator is None else check_coordinator(args.coordinator)
+        return show_findings(findings, console)
     if args.smoke:
         from moejax.doctor.smoke import smoke
 
@@ -100,11 +100,6 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int | None:
 
 
 def _check_flags(args: argparse.Namespace, overrides: list[str]) -> None:
-    """Checks that the flags go together.
-
-    Raises:
-      InputError: if not.
-    """
     if args.mesh and (args.smoke or args.target is not None or args.coordinator is not None):
         raise InputError(
             "--mesh beside --smoke, --target or --coordinator. It checks the devices that are "
@@ -122,9 +117,3 @@ def _check_flags(args: argparse.Namespace, overrides: list[str]) -> None:
         )
     if overrides and args.config is None:
         raise InputError("settings without a config. Add --config FILE.")
-
-
-def _check_places(run_dir: Path | None, coordinator: str | None, console: Console) -> int:
-    findings = [] if run_dir is None else check_directory(run_dir)
-    findings += [] if coordinator is None else check_coordinator(coordinator)
-    return show_findings(findings, console)

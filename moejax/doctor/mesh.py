@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import Mesh
 from rich.console import Console
@@ -29,7 +29,7 @@ from moejax.doctor.mesh_checks import (
 from moejax.doctor.place import Finding, check_directory, show_findings
 from moejax.errors import InputError
 from moejax.kernels.select import hardware_of, select_kernels
-from moejax.layout.layout import Layout, build_layout
+from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.plan.probe.nodes import find_nodes
 from moejax.plan.probe.timer import AXES, Stopwatch
@@ -125,16 +125,6 @@ class Checks:
         return show_findings(self.findings, self._console)
 
 
-class Parts(NamedTuple):
-    """The config, mesh, devices and hosts that are checked."""
-
-    cfg: Config
-    layout: Layout
-    mesh: Mesh
-    devices: list[Any]
-    hosts: list[str]
-
-
 def _check_all(checks: Checks, cfg: Config | None, run_dir: Path | None) -> None:
     processes = checks.processes
     hosts = processes.gather(socket.gethostname())
@@ -147,17 +137,19 @@ def _check_all(checks: Checks, cfg: Config | None, run_dir: Path | None) -> None
     if cfg is not None:
         check_same_config(cfg, processes)
     checks.watch.enter("start")
-    parts = _parts(cfg, hosts, processes)
-    checks.run("devices are alike", "devices", partial(_devices, parts, processes))
-    checks.run("kernels are the same", "kernels", partial(_kernels, parts, processes))
+    used, devices = _start(cfg, processes)
+    layout = build_layout(used.mesh)
+    mesh = build_mesh(layout, devices)
+    checks.run("devices are alike", "devices", partial(_devices, devices, processes))
+    checks.run("kernels are the same", "kernels", partial(_kernels, used, mesh, processes))
     directory = run_dir or (None if cfg is None else Path(cfg.run_dir))
     if directory is not None:
         _check_directory(checks, directory)
-    for name, axes in groups_of(parts.layout).items():
-        size, between = parts.layout.size(axes), bool(parts.layout.between_nodes(axes))
+    for name, axes in groups_of(layout).items():
+        size, between = layout.size(axes), bool(layout.between_nodes(axes))
         label = f"all-to-all over {name} ({size}), {'across nodes' if between else 'in a node'}"
-        checks.run(label, name, partial(check_exchange, parts.mesh, axes, processes))
-    nodes = find_nodes(parts.devices, hosts, parts.cfg.mesh.nodes or processes.count)
+        checks.run(label, name, partial(check_exchange, mesh, axes, processes))
+    nodes = find_nodes(devices, hosts, used.mesh.nodes or processes.count)
     watch = Stopwatch(processes, nodes.devices)
     for axis, name in zip(reversed(AXES), (INSIDE, ACROSS), strict=True):
         if watch.mesh.shape[axis] > 1:
@@ -165,23 +157,21 @@ def _check_all(checks: Checks, cfg: Config | None, run_dir: Path | None) -> None
             checks.run(label, name, partial(measure_exchange, watch, axis))
 
 
-def _parts(cfg: Config | None, hosts: list[str], processes: Processes) -> Parts:
-    """Starts the devices, and lays the config's mesh over them.
+def _start(cfg: Config | None, processes: Processes) -> tuple[Config, list[Any]]:
+    """Starts the devices. Returns the config with a mesh for them, and the devices.
 
     Without a config, or if it leaves the mesh to the planner, all devices are on one axis.
     """
     asked = MeshConfig() if cfg is None else cfg.mesh
     devices = processes.together(lambda: start(asked))
     platform, count = platform_of(devices), len(devices)
-    if cfg is None or is_planned(cfg):
-        dtype = "float32" if platform == "cpu" else "bfloat16"
-        used = change(Config(), {"model.dtype": dtype}) if cfg is None else cfg
-        nodes = asked.nodes or processes.count
-        used = change(used, {"mesh.replica": 1, "mesh.expert": count, "mesh.nodes": nodes})
-    else:
-        used = resolve_mesh(cfg, count, platform, processes=processes.count)
-    layout = build_layout(used.mesh)
-    return Parts(used, layout, build_mesh(layout, devices), devices, hosts)
+    if cfg is not None and not is_planned(cfg):
+        return resolve_mesh(cfg, count, platform, processes=processes.count), devices
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    nodes = asked.nodes or processes.count
+    used = change(Config(), {"model.dtype": dtype}) if cfg is None else cfg
+    used = change(used, {"mesh.replica": 1, "mesh.expert": count, "mesh.nodes": nodes})
+    return used, devices
 
 
 def _same(values: list[dict[str, Any]], text: str) -> str:
@@ -190,17 +180,17 @@ def _same(values: list[dict[str, Any]], text: str) -> str:
     return text
 
 
-def _devices(parts: Parts, processes: Processes) -> str:
-    own = [d for d in parts.devices if d.process_index == processes.index]
+def _devices(devices: list[Any], processes: Processes) -> str:
+    own = [d for d in devices if d.process_index == processes.index]
     facts = {"kind": ", ".join(dict.fromkeys(d.device_kind for d in own)), "devices": len(own)}
-    text = f"{len(parts.devices)} x {facts['kind']}, {len(own)} in each process"
+    text = f"{len(devices)} x {facts['kind']}, {len(own)} in each process"
     return _same(processes.gather(facts), text)
 
 
-def _kernels(parts: Parts, processes: Processes) -> str:
+def _kernels(cfg: Config, mesh: Mesh, processes: Processes) -> str:
     """Compares the choices of `kernels.select`, which depend on installed packages."""
-    hardware = hardware_of(parts.mesh, platform_of(parts.devices))
-    chosen = processes.together(lambda: select_kernels(parts.cfg, hardware))
+    hardware = hardware_of(mesh, platform_of(list(mesh.devices.flat)))
+    chosen = processes.together(lambda: select_kernels(cfg, hardware))
     taken = {operation: choice.implementation for operation, choice in chosen.items()}
     text = ", ".join(f"{operation}: {name}" for operation, name in taken.items())
     return _same(processes.gather(taken), text)

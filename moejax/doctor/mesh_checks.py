@@ -49,16 +49,13 @@ def check_exchange(mesh: Mesh, axes: Axes, processes: Processes) -> str:
     """
     wrong: list[str] = []
     size = math.prod(mesh.shape[axis] for axis in axes)
+    spec = P(mesh.axis_names)
     for width in WIDTHS:
         x_QPW, senders_QP = _operand(mesh, axes, width)
-        run = jax.jit(
-            gloo.shard_map(
-                lambda x_1PW: wire.all_to_all(x_1PW[0], axes, tag=None)[None],
-                mesh,
-                P(mesh.axis_names),
-                P(mesh.axis_names),
-            )
+        mapped = gloo.shard_map(
+            lambda x_1PW: wire.all_to_all(x_1PW[0], axes, tag=None)[None], mesh, spec, spec
         )
+        run = jax.jit(mapped)
         processes.compile(run, x_QPW)
         for _ in range(REPEATS):
             y_QPW = jax.block_until_ready(run(x_QPW))

@@ -168,8 +168,7 @@ def _batch(cfg: Config) -> Batch:
 
 def _kernel_checks(run: SmokeRun) -> Iterator[Check]:
     """Yields a check of each operation's chosen form against its reference, with codecs."""
-    policy = CompressionConfig(preset="hybrid")
-    asked = dataclasses.replace(run.cfg, compression=policy)
+    asked = dataclasses.replace(run.cfg, compression=CompressionConfig(preset="hybrid"))
     choices = select_kernels(asked, hardware_of(run.mesh, run.platform))
     known = {
         "attention": (_check_attention, "model.dtype=float32 takes our own in place of cuDNN's."),
@@ -217,16 +216,14 @@ def _check_experts(choice: Choice, cfg: Config) -> None:
     one_M1 = jnp.ones((rows, 1), jnp.float32)
     sizes = jnp.asarray([70, 0, 129, 50], jnp.int32)
 
-    def form(implementation: str) -> Callable:
-        def run(x: jax.Array, w_in: jax.Array, w_out: jax.Array, one: jax.Array) -> jax.Array:
-            return expert_mlp(x, w_in, w_out, sizes, implementation=implementation, one_M1=one)
-
-        return run
+    def run(form: str, x: jax.Array, w_in: jax.Array, w_out: jax.Array, one: jax.Array) -> Any:
+        return expert_mlp(x, w_in, w_out, sizes, implementation=form, one_M1=one)
 
     plain = "reference_e4m3" if choice.implementation in IN_E4M3 else "reference"
-    have = _both_ways(form(choice.implementation), [*(a.astype(dtype) for a in arrays), one_M1])
+    own = partial(run, choice.implementation)
+    have = _both_ways(own, [*(a.astype(dtype) for a in arrays), one_M1])
     exact = [a.astype(dtype).astype(jnp.float32) for a in arrays]
-    _assert_close(have, _both_ways(form(plain), [*exact, one_M1]), ROUNDING[dtype])
+    _assert_close(have, _both_ways(partial(run, plain), [*exact, one_M1]), ROUNDING[dtype])
 
 
 def _check_attention(choice: Choice, cfg: Config) -> None:

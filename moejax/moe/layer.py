@@ -138,19 +138,17 @@ class MoE(nnx.Module):
             x_ND, routing.weight_NK, expert_NK, weights.experts, moe, self.spec, clamp=self.clamp
         )
         y_BtD = y_ND.reshape(x_BtD.shape)
-        if not replicated:
-            stats = self._stats(routing, logit_NE, expert_NK, overflow, B)
-            return join_positions(y_BtD, layout), stats
 
         def own_rows(x_N: jax.Array) -> jax.Array:
             own_Bt = own_positions(x_N.reshape(B, t, -1), layout)
             return own_Bt.reshape(-1, x_N.shape[1])
 
-        own = jax.tree.map(own_rows, (routing, logit_NE, expert_NK, overflow.over_NK))
-        routing, logit_NE, expert_NK, over_NK = own
-        overflow = overflow._replace(over_NK=over_NK)
+        if replicated:
+            own = jax.tree.map(own_rows, (routing, logit_NE, expert_NK, overflow.over_NK))
+            routing, logit_NE, expert_NK, over_NK = own
+            overflow = overflow._replace(over_NK=over_NK)
         stats = self._stats(routing, logit_NE, expert_NK, overflow, B)
-        return leave_replicated(y_BtD, layout), stats
+        return (leave_replicated if replicated else join_positions)(y_BtD, layout), stats
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None
@@ -184,9 +182,7 @@ class MoE(nnx.Module):
         load_E = counted_SE[0]
         if cfg.balance_over == "sequence":
             load_E = router.count_load(routing.expert_NK, self.moe.num_experts)
-        z = jnp.zeros(())
-        if cfg.z_loss:
-            z = router.z_loss(logit_NE, layout=self.spec.layout)
+        z = router.z_loss(logit_NE, layout=self.spec.layout) if cfg.z_loss else jnp.zeros(())
         dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)
         entropy = router.entropy(routing.score_NE, layout=self.spec.layout)
         overflowed = jnp.sum(overflow.over_NK, dtype=jnp.int32)

@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
     with Server(args.run_dir, args.host, args.port) as server:
         if args.host not in LOOPBACK:
             print("others can reach this address; whoever has the token sees the runs")
-        number = len(args.run_dir)
-        runs = "1 run" if number == 1 else f"{number} runs"
+        runs = "1 run" if len(args.run_dir) == 1 else f"{len(args.run_dir)} runs"
         print(f"following {runs} at {server.url} (Ctrl-C ends)", flush=True)
         server.serve_forever()
     return 0

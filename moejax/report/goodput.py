@@ -8,6 +8,7 @@ alone.
 
 import argparse
 import bisect
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -313,18 +314,16 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
 def goodput_of(starts: list[Start]) -> Goodput:
     """Sums the time of starts by class."""
     seconds = _of_steps(starts) | dict.fromkeys((INPUT, *CLASSES, DOWN, UNKNOWN), 0.0)
-    restarts = []
-    for number, start in enumerate(starts):
+    for start in starts:
         seconds[INPUT] += sum(one.input_seconds for one in start.steps)
         for name, stages in CLASSES.items():
             seconds[name] += sum(start.stages.get(stage, 0) for stage in stages)
         known = sum(one.seconds + one.input_seconds for one in start.steps)
         known += sum(start.stages.values())
         seconds[UNKNOWN] += max(start.ended - start.began - known, 0)
-        if number:
-            before = starts[number - 1]
-            seconds[DOWN] += max(start.began - before.ended, 0)
-            restarts.append(_restart(before, start))
+    restarts = [_restart(before, start) for before, start in itertools.pairwise(starts)]
+    for one in restarts:
+        seconds[DOWN] += one.down
     return Goodput(seconds, restarts)
 
 

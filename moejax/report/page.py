@@ -30,11 +30,7 @@ SHOWN_EVENTS = 2000  # events of a run that a page holds at most, the newest
 
 
 def write_report(directories: list[Path], out: Path) -> None:
-    """Writes the page of one run or several.
-
-    Raises:
-      InputError: if a directory holds no run.
-    """
+    """Writes the page of one run or several; raises as `page_data` does."""
     page = page_of(page_data(directories))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page)
@@ -63,11 +59,9 @@ def names_of(directories: list[Path]) -> list[str]:
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"a run stands twice. {twice}. Each is compared once. Name it once.")
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    longest = max(len(path.parts) for path in paths)
+    found = (["/".join(path.parts[-n:]) for path in paths] for n in range(1, longest + 1))
+    return next(names for names in found if len(set(names)) == len(names))
 
 
 def page_of(data: dict[str, Any]) -> str:
@@ -209,9 +203,5 @@ def plan_data(run: RunRecord) -> dict[str, Any] | None:
     if run.plan is None:
         return None
     page = run.directory / "plan.html"
-    return {
-        "topology": run.plan.get("topology"),
-        "predicted": run.plan.get("predicted"),
-        "settings": run.plan.get("settings"),
-        "page": page.read_text("utf-8") if page.is_file() else None,
-    }
+    facts = {name: run.plan.get(name) for name in ("topology", "predicted", "settings")}
+    return facts | {"page": page.read_text("utf-8") if page.is_file() else None}

@@ -71,10 +71,6 @@ class RunRecord:
     plan: dict[str, Any] | None = None
     damaged: list[str] = field(default_factory=list)
 
-    def column(self, name: str) -> Column:
-        """Returns a column, empty if nothing was recorded."""
-        return self.columns.setdefault(name, Column())
-
 
 def read_run(directory: Path, name: str | None = None) -> RunRecord:
     """Reads a run directory.
@@ -132,7 +128,7 @@ def _add(run: RunRecord, line: dict[str, Any]) -> None:
         if isinstance(value, list):
             value = float(sum(value))
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            run.column(prefix + name).add(step, value)
+            run.columns.setdefault(prefix + name, Column()).add(step, value)
 
 
 def _loads(path: Path, run: RunRecord) -> list[Load]:
@@ -170,10 +166,10 @@ def _json_file(path: Path, run: RunRecord) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text("utf-8"))
+        if isinstance(found, dict):
+            return found
+        reason = "no JSON object"
     except (OSError, ValueError, RecursionError) as error:
-        run.damaged.append(f"{path.name}: {error}")
-        return None
-    if not isinstance(found, dict):
-        run.damaged.append(f"{path.name}: no JSON object")
-        return None
-    return found
+        reason = str(error)
+    run.damaged.append(f"{path.name}: {reason}")
+    return None

@@ -86,11 +86,10 @@ class Handler(BaseHTTPRequestHandler):
             )
         elif asked.path == "/":
             self._made("text/html", lambda: page_of(self.server.data()))
+        elif asked.path == "/data" and query.get("mark") == self.server.mark():
+            self._send(204, "application/json", "")
         elif asked.path == "/data":
-            if query.get("mark") == self.server.mark():
-                self._send(204, "application/json", "")
-            else:
-                self._made("application/json", lambda: embed(self.server.data()))
+            self._made("application/json", lambda: embed(self.server.data()))
         else:
             self._send(404, "text/plain", "moejax report: there is only /.\n")
 

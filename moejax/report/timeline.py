@@ -5,6 +5,8 @@ part of each log, so that a page takes seconds however long the run and however 
 """
 
 import bisect
+import collections
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,17 +98,9 @@ def newest_events(path: Path, most: int) -> Iterator[dict[str, Any]]:
         file.seek(max(size - most, 0))
         if size > most:
             file.readline()  # half a line
-        steps = None
-        for line in file:
-            if STEPS in line:
-                steps = line
-                continue
-            for text in (steps, line):
-                if text is not None and (event := event_of(text)) is not None:
-                    yield event
-            steps = None
-        if steps is not None and (event := event_of(steps)) is not None:
-            yield event
+        for of_steps, lines in itertools.groupby(file, lambda line: STEPS in line):
+            shown = collections.deque(lines, maxlen=1 if of_steps else None)
+            yield from filter(None, map(event_of, shown))
 
 
 def attempts(starts: Sequence[Start], logs: dict[int, Log]) -> list[dict[int, Start]]:

@@ -33,10 +33,11 @@ def adapters_of(cfg: LoraConfig, dims: Tree, params: Tree) -> Tree:
       InputError: if a pattern fits no matrix, or the rank is larger than a target.
     """
     _check_targets(cfg, dims)
+    patterns = TARGETS if cfg.targets is None else cfg.targets
 
     def of(path: Path, letters: str, param: Any) -> Adapter | None:
         factors = adapter_dims(letters)
-        if factors is None or not _is_target(cfg, path):
+        if factors is None or not any(_fits(path, pattern) for pattern in patterns):
             return None
         _check_rank(cfg, path, factors, letters, param)
         return factors
@@ -69,12 +70,13 @@ def init_adapters(seed: int, dims: Tree, shapes: Tree) -> Tree:
 
     def of(path: Path, letters: Adapter, shape: Adapter) -> Adapter:
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(full_name(path).encode()))
-        inputs = _side(letters.a, _sizes(letters.a, shape.a))
-        bound = inputs**-0.5
+        bound = _side(letters.a, _sizes(letters.a, shape.a)) ** -0.5
         a = jax.random.uniform(key, shape.a.shape, minval=-bound, maxval=bound)
         return Adapter(a, jnp.zeros(shape.b.shape))
 
-    return jax.tree_util.tree_map_with_path(of, dims, shapes, is_leaf=_is_adapter)
+    return jax.tree_util.tree_map_with_path(
+        of, dims, shapes, is_leaf=lambda x: isinstance(x, Adapter)
+    )
 
 
 def matrices_in(dtype: str, dims: Tree, params: Tree) -> Tree:
@@ -99,11 +101,6 @@ def short_name(path: Path) -> str:
     parts = full_name(path).split(".")
     place = parts.index("blocks") + 2 if "blocks" in parts else 0
     return ".".join(parts[place:])
-
-
-def _is_target(cfg: LoraConfig, path: Path) -> bool:
-    patterns = TARGETS if cfg.targets is None else cfg.targets
-    return any(_fits(path, pattern) for pattern in patterns)
 
 
 def _fits(path: Path, pattern: str) -> bool:
@@ -149,7 +146,3 @@ def _sizes(letters: str, param: Any) -> dict[str, int]:
 def _side(factor: str, sizes: dict[str, int]) -> int:
     """Returns the size of one side of the matrix that a factor belongs to, of one expert."""
     return math.prod(sizes[letter] for letter in factor.removeprefix("E") if letter != RANK)
-
-
-def _is_adapter(x: Any) -> bool:
-    return isinstance(x, Adapter)

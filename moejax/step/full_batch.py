@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from moejax.comm import wire
 from moejax.comm.weights.reduce import reduce_replicated
-from moejax.comm.weights.residuals import attach_residuals
 from moejax.model.ahead import targets_ahead
 from moejax.step.model import ModelDef
 from moejax.step.state import Batch, TrainState, Tree
@@ -20,7 +19,7 @@ class NumTargets(NamedTuple):
     """Numbers of valid targets of the full batch, at least 1; float32."""
 
     next: jax.Array
-    ahead: jax.Array | None  # of the tokens after the next; None without `model.predict_ahead`
+    ahead: jax.Array | None = None  # of the tokens after the next, with `model.predict_ahead`
 
 
 def count_targets(model: ModelDef, batch: Batch) -> NumTargets:
@@ -30,23 +29,19 @@ def count_targets(model: ModelDef, batch: Batch) -> NumTargets:
         num_targets = wire.all_reduce(jnp.sum(target_BT >= 0), model.layout.token_axes)
         return jnp.maximum(num_targets, 1).astype(jnp.float32)
 
-    if not model.cfg.model.predict_ahead:
-        return NumTargets(total(batch.target_BT), None)
-    ahead_BT = targets_ahead(batch.target_BT, batch.segment_BT)
-    return NumTargets(total(batch.target_BT), total(ahead_BT))
+    return NumTargets(*map(total, _targets(model, batch)))
 
 
 def count_own_targets(model: ModelDef, batch: Batch) -> list[jax.Array]:
     """Returns this device's numbers of valid targets: of the next tokens, and of those after."""
+    return [jnp.sum(target_BT >= 0).astype(jnp.float32) for target_BT in _targets(model, batch)]
+
+
+def _targets(model: ModelDef, batch: Batch) -> list[jax.Array]:
     targets = [batch.target_BT]
     if model.cfg.model.predict_ahead:
         targets.append(targets_ahead(batch.target_BT, batch.segment_BT))
-    return [jnp.sum(target_BT >= 0).astype(jnp.float32) for target_BT in targets]
-
-
-def with_residuals(model: ModelDef, state: TrainState) -> Tree:
-    """Returns the parameters as `Shard`s, with the states of their gradients' codecs."""
-    return attach_residuals(state.params, state.reduction, model.dims, state.step)
+    return targets
 
 
 def noise_key(model: ModelDef, state: TrainState) -> jax.Array:

@@ -20,7 +20,7 @@ from moejax.layout.spec import StepSpec
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
 from moejax.step.adapters import adapters_of
-from moejax.step.state import Tree
+from moejax.step.state import Tree, flat
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
     """
     model = nnx.eval_shape(lambda: _build_model(cfg, spec))
     graph, params, router_bias = _split(model)
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    found = nnx.to_flat_state(nnx.state(model, nnx.Param))
     dims = nnx.to_pure_dict(
-        nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
+        nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in found])
     )
     if cfg.lora.rank is None:
         return ModelDef(cfg, spec, graph, dims, layouts_of(params, cfg, spec)), params, router_bias
@@ -93,11 +93,7 @@ def layouts_of(tree: Tree, cfg: Config, spec: StepSpec) -> Tree:
 
 
 def check_adapters(cfg: Config) -> None:
-    """Checks `lora` against the model's parameters, before a device is touched.
-
-    Raises:
-      InputError: if it does not fit.
-    """
+    """Raises InputError if `lora` does not fit the model's parameters; touches no device."""
     if cfg.lora.rank is None:
         return
     layout = build_layout(MeshConfig())
@@ -174,11 +170,8 @@ def _compression(cfg: Config, kernels: dict[str, str]) -> Compression:
 
 def parameter_sizes(dims: Tree, params: Tree) -> dict[str, tuple[str, int]]:
     """Returns name -> (letters of the dimensions, elements) of each parameter."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): (letters, math.prod(x.shape))
-        for (path, x), letters in zip(leaves, jax.tree.leaves(dims), strict=True)
-    }
+    pairs = zip(flat(params).items(), jax.tree.leaves(dims), strict=True)
+    return {name: (letters, math.prod(x.shape)) for (name, x), letters in pairs}
 
 
 def _build_model(cfg: Config, spec: StepSpec) -> Transformer:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from moejax.comm import wire
 from moejax.comm.weights.gather import empty_totals, gather_once
-from moejax.comm.weights.residuals import detach_residuals
+from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.shard import attach
 from moejax.layout.layout import Layout
 from moejax.model.ahead import targets_ahead
@@ -25,7 +25,6 @@ from moejax.step.full_batch import (
     count_targets,
     noise_key,
     reduce_replicated_gradients,
-    with_residuals,
 )
 from moejax.step.loss import AheadTargets, LossParts, next_token_loss
 from moejax.step.model import ModelDef, layouts_of
@@ -105,7 +104,7 @@ def loss_gradients(
     else:
         gathered = gather_once(state.frozen, model.frozen_dims, model.spec)
     loss = partial(_loss_of, model, state, count_targets(model, batch), gathered)
-    params = with_residuals(model, state)
+    params = attach_residuals(state.params, state.reduction, model.dims, state.step)
     if micro_batches == 1:
         gradients, loss_parts = jax.grad(loss, has_aux=True)(params, 0, batch)
     else:

@@ -4,8 +4,8 @@ import pytest
 
 from moejax.aot.compiled import CompiledText
 from moejax.aot.hlo import ArrayType, Instruction
+from moejax.aot.products import product_flops
 from moejax.aot.target import TARGETS, _topology
-from moejax.aot.tpu import tpu_flops
 from moejax.aot.work import measure_work
 from moejax.errors import InputError
 from moejax.kernels.costs import splash_flops, visited_pairs
@@ -15,7 +15,7 @@ def flops(line, *shapes):
     """FLOPs of an instruction with operands of these shapes, in bfloat16 or as (dtype, shape)."""
     named = [s if isinstance(s[0], str) else ("bf16", s) for s in shapes]
     op, result, rest = line
-    return tpu_flops(Instruction("k", op, result, rest), [ArrayType(*one) for one in named])
+    return product_flops(Instruction("k", op, result, rest), [ArrayType(*one) for one in named])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from moejax.aot.compiled import CompiledText
-from moejax.aot.work import kernels_of, measure_work
+from moejax.aot.work import KernelReader, measure_work
 
 MESH = {"fsdp": 2}
 
@@ -159,7 +159,7 @@ def test_values_that_are_only_named_launch_nothing_and_a_collective_once():
     lines += ("%b = f32[64] bitcast(%g)", "%k = s32[] constant(3)")
     assert measure_work(read(*lines)).launches == 0
     start = "%s = ((f32[8,8]), f32[16,8]) all-gather-start(%x), replica_groups=[1,2]<=[2]"
-    (kernel,) = kernels_of(read(start, "%d = f32[16,8] all-gather-done(%s)"))
+    (kernel,) = KernelReader(read(start, "%d = f32[16,8] all-gather-done(%s)")).kernels()
     assert (kernel.collective, kernel.bytes, kernel.calls) == (True, 0, 1)
 
 

@@ -9,7 +9,7 @@ import pytest
 from moejax.aot.compiled import CompiledText
 from moejax.aot.step import CONTROLS, build_described, described_config, lower_step, read_step
 from moejax.aot.target import TARGETS
-from moejax.aot.work import kernels_of
+from moejax.aot.work import KernelReader
 from moejax.config.load import load_config
 
 CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
@@ -65,7 +65,7 @@ def test_experts_are_kernels_of_groups_and_no_other_products(name):
     }
     train_step, done = program(name)
     text = CompiledText(done.as_text(), dict(train_step.layout.sizes))
-    products = [kernel for kernel in kernels_of(text) if kernel.flops]
+    products = [kernel for kernel in KernelReader(text).kernels() if kernel.flops]
     of_experts = [kernel for kernel in products if ("experts", True) in kernel.flops]
     assert of_experts
     assert all(set(kernel.flops) == {("experts", True)} for kernel in of_experts)

@@ -5,9 +5,11 @@ the leading axes, so that the rows of an encoded [peers, n] can be sent to their
 between steps is one float32 array, so that it can travel through the backward pass as if it were a
 gradient.
 
-Each codec states its error. Ratios against bfloat16 count scales and padding.
+Each codec states its error. Ratios against bfloat16 count scales and padding. `pack` joins all
+arrays of a payload as bytes, so that they travel in one message.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moejax.kernels.experts.quantize import (
-    Quantized,
-    bytes_of,
-    dequantize,
-    dequantize_sum,
-    quantize,
-)
+from moejax.kernels.experts.quantize import Quantized, dequantize, dequantize_sum, quantize
 
 Payload = Any  # a pytree of arrays, with the leading dimensions of the encoded array
 
@@ -57,28 +53,18 @@ class Codec:
         """Returns [..., size], the sum over the first dimension, in float32."""
         return jnp.sum(self.decode(payload, size), axis=0)
 
-    def wire_bytes(self, size: int) -> int:
-        """Bytes of a payload of `size` values, all counted."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """A cast to another dtype. bfloat16: error at most 2^-8 |x|, while |x| is above 2^-126."""
-
-    dtype: str = "bfloat16"
+    """A cast to bfloat16: error at most 2^-8 |x|, while |x| is above 2^-126."""
 
     def encode(self, x: jax.Array, state: jax.Array, step: jax.Array) -> tuple[Payload, jax.Array]:
         """Rounds to the nearest."""
-        return x.astype(self.dtype), state
+        return x.astype(jnp.bfloat16), state
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Casts to float32."""
         return payload.astype(jnp.float32)
-
-    def wire_bytes(self, size: int) -> int:
-        """The dtype's bytes for each value."""
-        return size * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -110,6 +96,26 @@ class Blocks(Codec):
         """Multiplies by the scales and sums in one pass."""
         return dequantize_sum(Quantized(*payload), self.format, size, implementation=self.kernel)
 
-    def wire_bytes(self, size: int) -> int:
-        """Bytes of values, padding and scales."""
-        return bytes_of(size, self.format, block=self.block)
+
+def pack(payload: Payload, lead: int = 1) -> jax.Array:
+    """Joins all arrays of a payload as bytes [..., m]; keeps `lead` dimensions."""
+    rows = [_bytes(leaf).reshape(*leaf.shape[:lead], -1) for leaf in jax.tree.leaves(payload)]
+    return jnp.concatenate(rows, axis=-1)
+
+
+def unpack(packed: jax.Array, like: Payload) -> Payload:
+    """The inverse of `pack`; leading sizes may differ from `like`'s."""
+    leaves, tree = jax.tree.flatten(like)
+    lead, start, arrays = packed.ndim - 1, 0, []
+    for leaf in leaves:
+        itemsize = (leaf.dtype.itemsize,) if leaf.dtype.itemsize > 1 else ()
+        shape = (*leaf.shape[lead:], *itemsize)
+        piece, start = packed[..., start : start + math.prod(shape)], start + math.prod(shape)
+        piece = piece.reshape(*packed.shape[:-1], *shape)
+        dtype = leaf.dtype
+        arrays.append(piece if dtype == jnp.uint8 else jax.lax.bitcast_convert_type(piece, dtype))
+    return jax.tree.unflatten(tree, arrays)
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(x, jnp.uint8)

@@ -51,10 +51,6 @@ class ErrorFeedback(Codec):
         """Decodes as the inner codec does."""
         return self.codec.decode_sum(payload, size)
 
-    def wire_bytes(self, size: int) -> int:
-        """Bytes of the inner codec's payload."""
-        return self.codec.wire_bytes(size)
-
     def _error_size(self, size: int) -> int:
         return size if self.stored is None else bytes_of(size, self.stored, block=self.block) // 4
 

@@ -199,14 +199,8 @@ class _Rewriter:
             results, token = self._closed(params["jaxpr"], arguments, state[1])
             return (results[:num_carry], token), results[num_carry:]
 
-        (carry, token), stacked = lax.scan(
-            body,
-            (carry, token),
-            scanned,
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        (carry, token), stacked = lax.scan(body, (carry, token), scanned, **options)
         return [*carry, *stacked], token
 
     def _call(self, eqn: Any, inputs: list[Any], token: jax.Array) -> Results:

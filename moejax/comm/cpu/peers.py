@@ -73,11 +73,7 @@ def connect_all(begin: Callable[[], None], hand_over: HandOver) -> None:
 
 
 def _agree(name: str, make: Callable[[], Any]) -> list[Any]:
-    """Returns the JSON values that `make` returned in each process.
-
-    Raises:
-      NotConnectedError: in all processes, if it failed in any of them.
-    """
+    """Returns the JSON values of `make` in each process; if it fails in one, all of them fail."""
     value, failed, index = None, None, jax.process_index()
     try:
         value = make()
@@ -135,11 +131,7 @@ def _connect(server: socket.socket, places: list[Place], hand_over: HandOver) ->
 
 
 def _call(place: Place, token: bytes, pair: Pair, until: float) -> socket.socket:
-    """Connects to a device of another process.
-
-    Raises:
-      NotConnectedError: if it cannot be reached, or does not answer.
-    """
+    """Connects to a device of another process, which must answer."""
     who = f"device {pair[0]} to device {pair[1]} at {place.host} port {place.port}"
     with contextlib.ExitStack() as unless_done:
         try:

@@ -93,10 +93,7 @@ def combine_hop(
     *,
     gradient: bool = False,
 ) -> Rows:
-    """Moves results back over one hop; arguments as in `dispatch_hop`.
-
-    After the return over hop 0, `x` is still encoded; `combine_at_source` decodes it.
-    """
+    """Moves results back over one hop, see `Rows`; arguments as in `dispatch_hop`."""
     hop, filled = route.hops[hop_index], _filled(plan, hop_index)
     with jax.named_scope("dispatch_backward" if gradient else "combine"):
         move = partial(send_back, hop=hop, layout=layout, gradient=gradient, filled=filled)

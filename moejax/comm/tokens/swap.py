@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import Codec, Payload
-from moejax.comm.codecs.pack import pack, unpack
+from moejax.comm.codecs.codec import Codec, Payload, pack, unpack
 from moejax.comm.tokens.rows import encode
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop
@@ -72,10 +71,7 @@ def send_back(
 def swap_encoded(
     payload: Payload, hop: Hop, filled: jax.Array | None, codec: Codec | None
 ) -> Payload:
-    """The all-to-all of encoded rows: all arrays of a payload travel as one array of bytes.
-
-    Rows leave their source by it on hop 0, on later hops by `send`; results return by `send_back`.
-    """
+    """The all-to-all of encoded rows: all arrays of a payload travel as one array of bytes."""
     if codec is None:
         return swap(payload, hop, filled)
     return unpack(swap(pack(payload, 3), hop, filled), payload)

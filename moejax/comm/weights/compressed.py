@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import Codec
-from moejax.comm.codecs.pack import pack, unpack
+from moejax.comm.codecs.codec import Codec, pack, unpack
 from moejax.layout.layout import Axes
 
 

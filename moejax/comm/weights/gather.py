@@ -28,8 +28,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import Codec
-from moejax.comm.codecs.pack import decode_packed, encode_packed
+from moejax.comm.codecs.codec import Codec, pack, unpack
 from moejax.comm.weights.adapters import (
     AdaptedWeight,
     Adapter,
@@ -218,9 +217,9 @@ def _gather_inside(w_SmN: jax.Array, spec: GatherSpec) -> jax.Array:
 
 def _gather_encoded(w_mN: jax.Array, axes: Axes, codec: Codec, dtype: str) -> jax.Array:
     """Returns the shards of the P devices along the axes, [P, m, N], decoded; own ones too."""
-    packed_1e, payload = encode_packed(codec, w_mN.reshape(1, -1))
-    packed_Pe = wire.all_gather(packed_1e, axes, dim=0, tag=wire.WEIGHT_WIRE)  # 1 e -> P e
-    shards = decode_packed(codec, packed_Pe, payload, w_mN.size, dtype)
+    payload = codec.encode_once(w_mN.reshape(1, -1))
+    packed_Pe = wire.all_gather(pack(payload), axes, dim=0, tag=wire.WEIGHT_WIRE)  # 1 e -> P e
+    shards = codec.decode_as(unpack(packed_Pe, payload), w_mN.size, dtype)
     return shards.reshape(-1, *w_mN.shape)
 
 

@@ -37,10 +37,7 @@ def gather_stage_weights(params: Any, dims: Any, layouts: Any, spec: StepSpec) -
         half = compressible(letters) and RANK not in letters
         dtype = spec.dtype if half else "float32"
         layout_spec, shard = replace(spec, layout=layout), as_shard(param)
-
-        def gather_layer(shard: Shard) -> jax.Array:
-            return gather_shard(shard, letters, layout_spec, dtype)
-
+        gather_layer = partial(gather_shard, dims=letters, spec=layout_spec, dtype=dtype)
         gathered = _by_layer(gather_layer, shard, shard, letters)  # L m N -> L M N
         return Shard(None, gathered=gathered)
 

@@ -255,7 +255,6 @@ def _check_route(cfg: Config) -> None:
 
 
 def _check_compression(cfg: Config) -> None:
-    """Checks the codec settings; a block is a multiple of 4 values."""
     build_compression(cfg.compression)
     require(
         cfg.compression.block % 4 == 0,

@@ -5,11 +5,7 @@ from moejax.config.schema import Config, ModelConfig, RopeConfig
 
 
 def check_attention(cfg: Config) -> None:
-    """Checks that the parts of attention fit together.
-
-    Raises:
-      InputError: the first rule that is broken.
-    """
+    """Raises InputError at the first rule about the parts of attention that `cfg` breaks."""
     model = cfg.model
     if model.is_latent:
         _check_latent(model)
@@ -61,13 +57,12 @@ def _check_rotated(model: ModelConfig) -> None:
 
 
 def _check_rope(rope: RopeConfig) -> None:
-    if rope.scaling == "llama3":
-        require(
-            rope.low_frequency_factor < rope.high_frequency_factor,
-            f"`model.rope.low_frequency_factor` = {rope.low_frequency_factor} must be below "
-            f"`model.rope.high_frequency_factor` = {rope.high_frequency_factor}. Lower the first "
-            "or raise the second.",
-        )
+    require(
+        rope.scaling != "llama3" or rope.low_frequency_factor < rope.high_frequency_factor,
+        f"`model.rope.low_frequency_factor` = {rope.low_frequency_factor} must be below "
+        f"`model.rope.high_frequency_factor` = {rope.high_frequency_factor}. Lower the first "
+        "or raise the second.",
+    )
     # Kimi-K2 has 1 for both: no pair of channels is blended.
     require(
         rope.scaling != "yarn" or rope.beta_slow <= rope.beta_fast,

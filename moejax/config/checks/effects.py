@@ -92,6 +92,16 @@ _OF_MESH: tuple[_Effect, ...] = (
     ),
 )
 
+# Settings of `model.rope`, and the values of its `scaling` that read them.
+_SCALINGS = {
+    "factor": ("linear", "llama3", "yarn"),
+    "trained_length": ("llama3", "yarn"),
+    "low_frequency_factor": ("llama3",),
+    "high_frequency_factor": ("llama3",),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor"), ("yarn",)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), ("yarn",)),
+}
+
 _OF_MODEL: tuple[_Effect, ...] = (
     (
         "model.activation_limit",
@@ -143,18 +153,6 @@ _OF_MODEL: tuple[_Effect, ...] = (
         lambda cfg: cfg.model.sliding_window is not None,
         "`model.sliding_window` is none, so every block attends without a window",
     ),
-)
-
-# Settings of `model.rope`, and the values of its `scaling` that read them.
-_SCALINGS = {
-    "factor": ("linear", "llama3", "yarn"),
-    "trained_length": ("llama3", "yarn"),
-    "low_frequency_factor": ("llama3",),
-    "high_frequency_factor": ("llama3",),
-    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor"), ("yarn",)),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), ("yarn",)),
-}
-_OF_ROPE: tuple[_Effect, ...] = (
     *(
         (
             f"model.rope.{name}",
@@ -237,7 +235,7 @@ def check_effects(cfg: Config) -> None:
     values = {field: get_value(cfg, field.name) for field in fields().values()}
     changed = [field for field, value in values.items() if value not in (field.default, None)]
     of_axes = () if cfg.plan.mode == "auto" else _OF_AXES
-    effects = (*_OF_BLOCKS, *of_axes, *_OF_MESH, *_OF_MODEL, *_OF_ROPE, *_OF_TRAINING)
+    effects = (*_OF_BLOCKS, *of_axes, *_OF_MESH, *_OF_MODEL, *_OF_TRAINING)
     for text, used, reason in effects:
         if used(cfg):
             continue

@@ -11,12 +11,10 @@ PATTERN = "*?["  # characters of a glob
 
 
 def check_output(path: Path, shown: str) -> None:
-    """Refuses a file that could not be written; leaves nothing behind.
+    """Raises InputError for a folder, or a file that cannot be written; leaves nothing behind.
 
     Args:
       shown: its flag or setting, such as `--out`.
-    Raises:
-      InputError: if it is a folder, or cannot be written.
     """
     if path.is_dir():
         raise InputError(f"{shown} is {path}, a folder. It must name a file. Add the file's name.")
@@ -24,12 +22,10 @@ def check_output(path: Path, shown: str) -> None:
 
 
 def check_folder(folder: Path, shown: str) -> None:
-    """Refuses a folder that could not be made or written to; leaves nothing behind.
+    """Raises InputError for a folder that cannot be made or written to; leaves nothing behind.
 
     Args:
       shown: its setting, and its meaning.
-    Raises:
-      InputError: with the system's message.
     """
     existing = folder.absolute()
     try:
@@ -46,7 +42,7 @@ def check_folder(folder: Path, shown: str) -> None:
 
 
 def check_plain(path: Path | str, shown: str) -> None:
-    """Refuses a place of checkpoints whose name libraries would read as a glob.
+    """Raises InputError for a place of checkpoints whose name libraries would read as a glob.
 
     Orbax 0.12 and fsspec look for their own files with globs, and do not escape the folder in
     front: in `runs/exp[lr=1e-3]` they find nothing, or another folder's files.
@@ -54,8 +50,6 @@ def check_plain(path: Path | str, shown: str) -> None:
     Args:
       path: path of a folder, checked with its parents; or the text of a remote place.
       shown: its setting or flag.
-    Raises:
-      InputError: names the characters.
     """
     where = str(path.absolute() if isinstance(path, Path) else path)
     if found := [character for character in PATTERN if character in where]:
@@ -67,22 +61,14 @@ def check_plain(path: Path | str, shown: str) -> None:
 
 
 def check_places(cfg: Config) -> None:
-    """Checks that checkpoints can be read back from where they are written and copied to.
-
-    Raises:
-      InputError: if the name of a place would be read as a pattern.
-    """
+    """Raises InputError for places of checkpoints, or of copies, that `check_plain` refuses."""
     check_plain(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
     if cfg.checkpoint.copy_to is not None:
         check_plain(cfg.checkpoint.copy_to, "`checkpoint.copy_to`")
 
 
 def check_no_secrets(cfg: Config) -> None:
-    """Refuses URLs with a password or token: a run writes its config down, and shows it.
-
-    Raises:
-      InputError: names the setting, and shows the URL without its secret.
-    """
+    """Raises InputError for URLs with a login: a run writes its config down, and shows it."""
     for name in fields():
         value = get_value(cfg, name)
         for text in value if isinstance(value, tuple) else (value,):

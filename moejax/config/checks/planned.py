@@ -50,10 +50,10 @@ def is_planned(cfg: Config) -> bool:
 
 
 def check_chosen(name: str, source: str) -> None:
-    """Refuses a name that is neither a setting that plans choose nor a group of them.
+    """Raises InputError for a name that is neither a setting that plans choose nor a group of them.
 
-    Raises:
-      InputError: if it is neither; `source` says where the name stands.
+    Args:
+      source: where the name stands.
     """
     if not chosen_names(name):
         raise InputError(
@@ -63,11 +63,7 @@ def check_chosen(name: str, source: str) -> None:
 
 
 def check_plan(cfg: Config) -> None:
-    """Refuses a plan that is neither a mode nor a file, and unknown names to keep.
-
-    Raises:
-      InputError: for either.
-    """
+    """Raises InputError for a plan that is neither a mode nor a file, or unknown names to keep."""
     for name in cfg.plan.keep:
         check_chosen(name, "`plan.keep`")
     mode = cfg.plan.mode
@@ -79,13 +75,13 @@ def check_plan(cfg: Config) -> None:
 
 
 def check_nodes(cfg: Config, nodes: int, source: str) -> None:
-    """Refuses `mesh.nodes` that differ from the nodes of a cluster or plan.
+    """Raises InputError if `mesh.nodes` differs from the nodes of a cluster or plan.
+
+    A search would divide the mesh for other nodes than the run.
 
     Args:
       nodes: nodes of the cluster or plan.
       source: its name, for the message.
-    Raises:
-      InputError: if they differ: a search would divide the mesh for other nodes than the run.
     """
     if cfg.mesh.nodes not in (None, nodes):
         raise InputError(

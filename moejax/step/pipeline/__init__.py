@@ -15,7 +15,7 @@ Terms:
     group            micro-batches that all run a section before any of them runs the next
     tick             the time of one task forward, one backward, or both; equal on all stages
     warm-up, steady, cool-down: phases of ticks with forward alone, both passes, backward alone
-    bubble           tasks of a stage without a micro-batch; their results are discarded
+    bubble           tasks of a stage without a micro-batch: real tokens, results are discarded
     boundary         ticks at which micro-batches enter the first stage and leave the last
     loss step        loss of the last stage's output, each stage for a share of the positions
     slot             where a stage saves residuals, or its input, from forward to backward

@@ -198,10 +198,9 @@ class LeadingInputs:
             (gradient,) = pullback((dx_BtD, jnp.ones(())))
             return (add(sums[0], gradient), jax.tree.map(jnp.add, sums[1], parts)), None
 
-        parts = jax.eval_shape(staged.leading_with_loss, weights, jnp.int32(0))[1]
-        none = zeros_of(parts)
+        parts = zeros_of(jax.eval_shape(staged.leading_with_loss, weights, jnp.int32(0))[1])
         local = jnp.arange(staged.local_micro_batches), gradients.arrived_JBtD
-        (sums, parts), _ = lax.scan(add_one, (sums_like(weights), none), local)
+        (sums, parts), _ = lax.scan(add_one, (sums_like(weights), parts), local)
         return replace_part(sums_like(trained), sums), parts
 
 

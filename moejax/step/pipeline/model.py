@@ -36,7 +36,7 @@ from moejax.step.full_batch import noise_key
 from moejax.step.loss import router_losses
 from moejax.step.model import ModelDef
 from moejax.step.pipeline.schedule import build_schedule
-from moejax.step.pipeline.weights import StagedWeights, entries, entry
+from moejax.step.pipeline.weights import StagedWeights, entry
 from moejax.step.state import Batch, TrainState, Tree
 
 Past = list[jax.Array]  # keys and values of earlier slices: `Slice.past`
@@ -226,7 +226,7 @@ class StagedModel:
         Returns:
           Hidden states [B, t, D], positions ordered by slices, and the experts' statistics.
         """
-        rows = jax.tree.map(lambda x: entry(x, j), self.local_batch)
+        rows = entry(self.local_batch, j)
         model, noise = self.transformer(outer), self.noise(self.stage_index, j)
         with jax.named_scope("embed"):
             x_BtD, stats = model.before_stages(rows.token_BT, rows.segment_BT, noise)
@@ -274,17 +274,6 @@ class StagedModel:
             run = jax.checkpoint(run, policy=remat_policy(remat, self.model.spec))
         return run(weights, past, x_BtD)
 
-    def layer_with_loss(
-        self, weights: Tree, past: Past, x_BtD: jax.Array, task: Task, index: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array, Past], RouterParts]:
-        """Returns ((hidden states, routers' share of the loss, keys and values), parts).
-
-        Arguments, hidden states, keys and values as of `run_layer`.
-        """
-        y_BtD, stats, keys_values = self.run_layer(weights, past, x_BtD, task, index)
-        loss, parts = self.router_parts(stats, self.slices)
-        return (y_BtD, loss, keys_values), parts
-
     def past_shapes(self, x_BtD: jax.Array) -> list[jax.ShapeDtypeStruct]:
         """Returns shapes of a layer's keys and values of full sequences, [B, T, ...].
 
@@ -309,7 +298,7 @@ class StagedModel:
         """Returns the selection biases, with those of one layer for the stages' groups."""
         if not self.biases:
             return self.state.router_bias
-        return self._with_layer(self.state.router_bias, entries(self.biases, index))
+        return self._with_layer(self.state.router_bias, entry(self.biases, index))
 
     def _with_layer(self, tree: Tree, layer: Tree) -> Tree:
         """Returns a tree like the model's, with one layer's arrays for each of the stages' groups.

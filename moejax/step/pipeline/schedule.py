@@ -1,10 +1,8 @@
 """Schedules of pipeline stages, as data: the work of each tick, and slots of saved activations.
 
-The unit of work is a task: one micro-batch through the layers that a stage holds, forward or
-backward. At a tick each stage runs one task forward, one backward, or both, and the loss step
-computes the loss of one micro-batch. All stages run one program, so the phases of a schedule are
-the same on each of them, and only the micro-batch differs. 1F1B for P = 2 and M = 4, with F and B
-for the two passes of a micro-batch and L for its loss step:
+Terms are those of `step.pipeline`. All stages run one program, so the phases of a schedule are the
+same on each of them, and only the micro-batch differs. 1F1B for P = 2 and M = 4, with F and B for
+the two passes of a micro-batch and L for its loss step:
 
     tick      0    1    2    3    4    5    6
     stage 0   F0   F1   F2   F3B0 B1   B2   B3
@@ -14,12 +12,9 @@ for the two passes of a micro-batch and L for its loss step:
 Ticks 0 and 1 are the warm-up (forward alone), 2 to 4 are steady (both), 5 and 6 the cool-down
 (backward alone). Each stage is idle for P - 1 of the M + P - 1 ticks of each pass: the bubble.
 
-With `model.stage_chunks` = V a stage holds V chunks of layers, its virtual stages. Virtual stage 0
-of every stage comes before virtual stage 1 of any: interleaved 1F1B. A task is a micro-batch in one
-virtual stage. With `mesh.stage_slices` = N a task is one of N slices of a micro-batch's positions,
-each of which attends to the slices before it. Then V is 1. Virtual stages and slices are the
-sections of a micro-batch's way through a stage: V N tasks. The bubble is P - 1 of V N M + P - 1
-ticks of each pass.
+With `model.stage_chunks` = V virtual stage 0 of every stage comes before virtual stage 1 of any:
+interleaved 1F1B. With `mesh.stage_slices` = N each slice attends to the slices before it; then V is
+1. The bubble is P - 1 of V N M + P - 1 ticks of each pass.
 
 The tasks of a stage are numbered in the order in which they run. P micro-batches, a group, pass
 through one virtual stage, then through the next, and after the last one the next group begins. With
@@ -49,15 +44,12 @@ Letters: P stages, V virtual stages on each, N slices, M micro-batches; s a stag
 n a task.
 """
 
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
 
 class Phase(NamedTuple):
     """Ticks start <= t < stop, which all do the same.
-
-    Forward alone is warm-up, both passes are steady, backward alone is cool-down.
 
     Attributes:
       forward, loss, backward: whether a tick has forward tasks, a loss step, backward tasks.
@@ -180,15 +172,11 @@ class Schedule(NamedTuple):
 
     def _phases(self, ticks: range) -> tuple[Phase, ...]:
         """Returns the phases of some ticks, counted from the first of them."""
-
-        def runs() -> Iterator[Phase]:
-            start = 0
-            for work, same in groupby(ticks, self._work):
-                stop = start + len(list(same))
-                yield Phase(start, stop, *work)
-                start = stop
-
-        return tuple(runs())
+        phases: list[Phase] = []
+        for work, same in groupby(ticks, self._work):
+            start = phases[-1].stop if phases else 0
+            phases.append(Phase(start, start + len(list(same)), *work))
+        return tuple(phases)
 
     def _work(self, t: int) -> tuple[bool, bool, bool, bool]:
         """Returns (forward, loss, backward, boundary) of a tick, as `Phase` has them."""
@@ -211,8 +199,6 @@ def build_schedule(
       virtual_stages: `model.stage_chunks`; above one for 1F1B alone.
       slices: `mesh.stage_slices`; above one for 1F1B alone, with one virtual stage.
     """
-    if name not in ("1f1b", "combined_1f1b"):
-        raise ValueError(f"no schedule {name}")
     if slices > 1:
         # On the first stage backward of slice n follows its forward after so many ticks less one,
         # and the next micro-batch begins N ticks after each.

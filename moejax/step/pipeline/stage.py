@@ -98,7 +98,9 @@ class Layers:
 
         def run(trained: Tree, past: Past, x_BtD: jax.Array) -> Any:
             merged = staged.weights.replace_trained(weights, trained)
-            return staged.layer_with_loss(merged, past, x_BtD, task, index)
+            y_BtD, stats, keys_values = staged.run_layer(merged, past, x_BtD, task, index)
+            loss, parts = staged.router_parts(stats, staged.slices)
+            return (y_BtD, loss, keys_values), parts
 
         (y_BtD, _, keys_values), pullback, parts = jax.vjp(run, trained, past, x_BtD, has_aux=True)
         residuals, self.pullback_tree = jax.tree.flatten(pullback)
@@ -195,8 +197,6 @@ class SavingStage:
         self, slots: Slots, x_BtD: jax.Array, forward: Task, backward: Task, gradients: Gradients
     ) -> tuple[Slots, jax.Array, RouterParts, Gradients]:
         """Alternates a layer of one task forward and a layer of another backward.
-
-        Neither needs the other, so exchanges of one hide behind products of the other.
 
         Returns:
           The slots, output and parts of the forward task, and gradients of the backward task.

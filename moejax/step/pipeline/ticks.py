@@ -16,9 +16,6 @@ So a gradient travels while the next tick computes forward, and activations trav
 is computed. In a combined schedule 3 and 4 come first, layer by layer in alternation; then all is
 sent, and travels during the loss step.
 
-In the bubble a stage computes with real tokens, and the results are discarded. Weights are gathered
-once a step, and their gradients reduced once (`comm.weights.stage_weights`).
-
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
 stages run them, t a tick, L this stage's layers, of all its virtual stages, S slots.
 """
@@ -31,14 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
-from moejax.comm.weights.residuals import detach_residuals
+from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.stage_weights import reduce_stage_gradients
-from moejax.step.full_batch import (
-    NumTargets,
-    count_targets,
-    reduce_replicated_gradients,
-    with_residuals,
-)
+from moejax.step.full_batch import NumTargets, count_targets, reduce_replicated_gradients
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.pipeline.inputs import add, sums_like, zeros_of
@@ -93,7 +85,7 @@ def loss_gradients(
 
     `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
     """
-    params = with_residuals(model, state)
+    params = attach_residuals(state.params, state.reduction, model.dims, state.step)
     micro_batches, slices = model.cfg.train.micro_batches, model.cfg.mesh.stage_slices
     staged = StagedModel(model, state, batch, params, micro_batches, slices, training=True)
     ticks = Ticks(staged, count_targets(model, batch))

@@ -84,10 +84,10 @@ class StagedWeights:
 
     def layer(self, index: jax.Array) -> Tree:
         """Returns the weights of one of this stage's L layers, with its adapters."""
-        weights = entries(self.layers, index)
+        weights = entry(self.layers, index)
         if self.adapters is None:
             return weights
-        return attach(weights, adapters=entries(self.adapters, index))
+        return attach(weights, adapters=entry(self.adapters, index))
 
     def trained_of(self, weights: Tree) -> Tree:
         """Returns the trained part of weights: all, or their adapters."""
@@ -109,13 +109,8 @@ class StagedWeights:
         return bool(jax.tree.leaves(part))
 
 
-def entry(stacked: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns one entry of an array along its first dimension, [...] of [n, ...]."""
-    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
-
-
-def entries(stacked: Tree, index: jax.Array) -> Tree:
-    """Returns one entry of each array of a tree."""
+def entry(stacked: Tree, index: jax.Array) -> Tree:
+    """Returns one entry of each array of a tree along its first dimension, [...] of [n, ...]."""
     return jax.tree.map(partial(lax.dynamic_index_in_dim, index=index, keepdims=False), stacked)
 
 

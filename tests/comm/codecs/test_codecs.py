@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Blocks, Cast
+from moejax.comm.codecs.codec import Blocks, Cast, pack, unpack
 from moejax.comm.codecs.feedback import ErrorFeedback
-from moejax.comm.codecs.pack import decode_packed, encode_packed
 from moejax.config.compression import CodecSpec
+from tests.comm.codecs.sizes import wire_bytes
 
 EPS = np.finfo(np.float32).eps
 FIRST = jnp.int32(0)
@@ -49,7 +49,7 @@ def test_bytes_on_the_wire_and_size_of_the_state_are_as_said(codec, size):
     state = first_state(codec, x)
     payload, after = codec.encode(x, state, FIRST)
     leaves = jax.tree.leaves(payload)
-    assert sum(leaf.nbytes for leaf in leaves) == 6 * codec.wire_bytes(size)
+    assert sum(leaf.nbytes for leaf in leaves) == 6 * wire_bytes(codec, size)
     assert all(leaf.shape[:2] == (3, 2) for leaf in leaves)
     assert after.shape == state.shape
     assert after.dtype == jnp.float32
@@ -155,11 +155,13 @@ def decoded(codec, x):
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "int4", "e4m3", "e5m2"])
 def test_what_is_packed_unpacks_with_other_leading_sizes(name):
     codec, x = build_codec(CodecSpec(name, block=32)), draw(9, 2, 3, 50)
-    packed, payload = encode_packed(codec, x)
-    assert (packed.dtype, packed.shape) == (jnp.uint8, (2, 3, codec.wire_bytes(50)))
-    np.testing.assert_array_equal(decode_packed(codec, packed, payload, 50), decoded(codec, x))
+    payload = codec.encode_once(x)
+    packed = pack(payload, 2)
+    assert (packed.dtype, packed.shape) == (jnp.uint8, (2, 3, wire_bytes(codec, 50)))
+    found = codec.decode(unpack(packed, payload), 50)
+    np.testing.assert_array_equal(found, decoded(codec, x))
     twice = jnp.concatenate([packed, packed], axis=1)
-    assert decode_packed(codec, twice, payload, 50).shape == (2, 6, 50)
+    assert codec.decode(unpack(twice, payload), 50).shape == (2, 6, 50)
 
 
 def test_a_config_names_each_codec():

@@ -12,6 +12,7 @@ from moejax.comm.codecs.feedback import ErrorFeedback
 from moejax.comm.weights.compressed import empty_state, reduce_parts
 from moejax.plan.trace.reader import collectives
 from tests.cases import part_of
+from tests.comm.codecs.sizes import wire_bytes
 
 EPS = np.finfo(np.float32).eps
 EVERY = ("scatter", "copies")
@@ -121,9 +122,9 @@ def test_bytes_are_the_codecs_and_travel_in_two_collectives(name, scatter, copie
         draw(0, scatter, copies), start(codec, scatter, copies), 0
     )
     found = {call.kind: call for call in collectives(traced.jaxpr.jaxpr)}
-    assert found.pop("all_to_all").bytes == S * C * codec.wire_bytes(n)
+    assert found.pop("all_to_all").bytes == S * C * wire_bytes(codec, n)
     if C > 1:
-        assert found.pop("all_gather").bytes == C * codec.wire_bytes(n)
+        assert found.pop("all_gather").bytes == C * wire_bytes(codec, n)
     assert not found
 
 
