@@ -254,7 +254,7 @@ def select_attention(
     sinks: bool = False,
     slices: int = 1,
 ) -> Choice:
-    """Returns the implementation of `kernels.attention.blocked`.
+    """Returns the implementation of `kernels.attention.attention`.
 
     Args:
       width: width of a head's queries and keys.
@@ -262,7 +262,7 @@ def select_attention(
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
       value_width: width of a head's values; None for `width`.
       sinks: whether a learned logit takes part in each softmax.
-      slices: number of slices of the positions (`kernels.attention.sliced_attention`). More than
+      slices: number of slices of the positions (`sliced_attention`). More than
         one need a mask too.
     """
     widest, queries = max(width, value_width or width), length // slices

@@ -14,7 +14,7 @@ import numpy as np
 
 from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened, scan_operands
 from moejax.comm.tokens.rounds import ROUNDS
-from moejax.kernels.costs import attention_cost, dot_flops, named_cost
+from moejax.kernels.costs import attention_cost, dot_flops, named_cost, named_trips
 from moejax.plan.trace.fusion import Node, Storage, fuse
 from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collectives_of
 
@@ -197,7 +197,8 @@ class _Reader:
         params = eqn.params
         body_consts, cond_consts = params["body_nconsts"], params["cond_nconsts"]
         body = _Reader(self.rounds).schedule(opened(params["body_jaxpr"]), scope)
-        trip_count = max(self.rounds, 1) if ROUNDS in scope else 1
+        named = named_trips(reversed(scope))
+        trip_count = named or (max(self.rounds, 1) if ROUNDS in scope else 1)
         carried = operands[cond_consts + body_consts :]
         return self._loop(eqn, operands, (body_consts, carried), scope, body, trip_count, 1)
 
@@ -208,7 +209,7 @@ class _Reader:
         carried: tuple[int, list],
         scope: tuple[str, ...],
         body: Schedule,
-        trip_count: int,
+        trip_count: float,
         unrolled: int,
     ) -> list[int | None]:
         """Adds a loop. Its carry stays in place; stacked results get new buffers.
@@ -264,7 +265,7 @@ def _scope_names(eqn: Any) -> tuple[str, ...]:
 
 def _labels(scope: tuple[str, ...]) -> tuple[str, bool]:
     """Returns (scope, whether it is in the backward pass)."""
-    named = [name for name in scope if name not in TRANSFORMS]
+    named = [n for n in scope if n not in TRANSFORMS and named_trips((n,)) is None]
     return (named[-1] if named else REST), "transpose" in scope
 
 
