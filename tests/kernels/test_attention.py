@@ -14,7 +14,7 @@ from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.blocked import blocks_of
 from moejax.kernels.attention.ranged import Extent
 from moejax.kernels.costs import attention_cost
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from tests.cases import few
 
 
@@ -137,7 +137,7 @@ def squares(implementation, window, length=2050):
         y = attention(q, k, v, segment, window=window, implementation=implementation)
         return jnp.sum(y.astype(jnp.float32))
 
-    with described_cudnn():
+    with described_gpu():
         program = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*arrays, segment)
     eqns = list(equations(program))
     found = {x.aval.shape for eqn in eqns for x in eqn.outvars if hasattr(x.aval, "shape")}
@@ -164,7 +164,7 @@ def priced(run, *shapes):
     """The FLOPs of each of cuDNN's operations in a program, where no GPU is."""
     arrays = [jax.ShapeDtypeStruct((2, 64, *shape), jnp.bfloat16) for shape in shapes]
     segment = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-    with described_cudnn():
+    with described_gpu():
         program = jax.make_jaxpr(run)(*arrays, segment)
     costs = (attention_cost(eqn.primitive.name, eqn) for eqn in equations(program))
     return [cost["flops"] for cost in costs if cost is not None]

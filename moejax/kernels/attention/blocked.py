@@ -11,7 +11,6 @@ softmax runs along whole vectors. `benchmarks/cpu/ops.py attention` times it.
 """
 
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +36,8 @@ def blocks_of(queries: int, keys: int, extent: Any) -> Blocks:
     """Returns the blocks for some queries and keys; visits are a mean over `extent.starts`."""
     Q = min(queries, max(64, min(QUERIES, queries // 4)))
     K = min(keys, KEYS if keys >= 8 * Q else Q)
-    visits = 0
-    for start, block in product(extent.starts, range(0, queries, Q)):
-        first, last = start + block, start + min(block + Q, queries) - 1
-        last = min(start - 1 if extent.before else last, keys - 1)
-        first = 0 if extent.window is None else max(0, first - extent.window + 1)
-        visits += max(0, last // K - first // K + 1)
+    spans = extent.spans(queries, keys, Q)
+    visits = sum(max(0, last // K - first // K + 1) for first, last in spans)
     return Blocks(Q, K, visits / len(extent.starts))
 
 

@@ -10,7 +10,9 @@ Backward hands each piece the result and the log of all pieces together: its pro
 of the whole softmax, and no merge is differentiated.
 """
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -19,10 +21,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
-from moejax.kernels.attention import blocked
+from moejax.kernels.attention import blocked, tokamax
 from moejax.kernels.kept import ATTENDED
 
-IMPLEMENTATIONS = {"blocked": blocked}
+IMPLEMENTATIONS = {"blocked": blocked, "tokamax": tokamax}
 
 
 class Keys(NamedTuple):
@@ -50,6 +52,18 @@ class Extent(NamedTuple):
     starts: tuple[int, ...]
     window: int | None
     before: bool = False
+
+    def spans(self, queries: int, keys: int, rows: int = 1) -> Iterator[tuple[int, int]]:
+        """Yields the first and the last key of each block of `rows` queries, for every start."""
+        for start, block in product(self.starts, range(0, queries, rows)):
+            first, last = start + block, start + min(block + rows, queries) - 1
+            last = min(start - 1 if self.before else last, keys - 1)
+            yield 0 if self.window is None else max(0, first - self.window + 1), last
+
+    def pairs(self, queries: int, keys: int) -> float:
+        """Returns how many pairs of a query and a key see each other, a mean over the starts."""
+        seen = sum(max(0, last - first + 1) for first, last in self.spans(queries, keys))
+        return seen / len(self.starts)
 
 
 class Form(NamedTuple):
@@ -93,7 +107,7 @@ def ranged_attention(
     Args:
       extents: of each piece.
       scale: factor of the scores.
-      implementation: "blocked", which runs everywhere.
+      implementation: "blocked", which runs everywhere; "tokamax", on Hopper and Blackwell.
       sinks_H: logits that take part in the softmax of each of a head's queries and have no value.
     """
     return _attend(Form(implementation, scale, extents), q_BTHC, pieces, sinks_H)
