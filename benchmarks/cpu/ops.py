@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.machine import Clock, describe, spread
-from moejax.kernels.attention.blocked import attention, attention_mask
+from moejax.kernels.attention.attention import attention, attention_mask
 from moejax.kernels.experts.expert_mlp import expert_mlp
 
 Forms = dict[str, Callable[..., jax.Array]]
@@ -30,7 +30,7 @@ def attention_case(B: int, T: int, H: int, G: int, C: int) -> tuple[Forms, list[
     rng = np.random.default_rng(0)
     qkv = [jnp.asarray(rng.normal(size=(B, T, n, C)), jnp.float32) for n in (H, G, G)]
     segment_BT = jnp.asarray(np.sort(rng.integers(0, 2, (B, T)), axis=1), jnp.int32)
-    mask_BST = attention_mask(segment_BT, None)
+    mask_BTS = attention_mask(segment_BT, None, T)
 
     def form(implementation: str) -> Callable[..., jax.Array]:
         return lambda q, k, v: attention(
@@ -39,10 +39,10 @@ def attention_case(B: int, T: int, H: int, G: int, C: int) -> tuple[Forms, list[
 
     def mapped(q, k, v):
         def sequence(x):
-            q, k, v, mask_ST = x
-            return jax.nn.dot_product_attention(q, k, v, mask=mask_ST.T[None])
+            q, k, v, mask_TS = x
+            return jax.nn.dot_product_attention(q, k, v, mask=mask_TS[None])
 
-        return jax.lax.map(jax.checkpoint(sequence), (q, k, v, mask_BST))
+        return jax.lax.map(jax.checkpoint(sequence), (q, k, v, mask_BTS))
 
     forms = {
         KEPT: form("blocked"),

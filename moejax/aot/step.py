@@ -17,7 +17,7 @@ from moejax.layout.mesh import build_mesh
 from moejax.model.count import count
 from moejax.moe.sizes import usual_sizes
 from moejax.runtime.compiler import Options
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from moejax.step.train_step import TrainStep, build_step
 
 # Controls for the trainer's options: XLA's defaults, and no overlap at all.
@@ -243,7 +243,7 @@ def other_peaks(train_step: TrainStep, step: CompiledStep) -> dict[str, int]:
 
 
 def _lowered(train_step: TrainStep, function: Any, argument: Any = None) -> Any:
-    with described_cudnn():
+    with described_gpu():
         return function.lower(train_step.abstract, argument or train_step.abstract_batch())
 
 

@@ -36,7 +36,7 @@ from moejax.config.schema import (
     TrainConfig,
 )
 from moejax.doctor.machine import devices_here
-from moejax.kernels.attention.blocked import attention
+from moejax.kernels.attention.attention import attention
 from moejax.kernels.experts.expert_mlp import IN_E4M3, expert_mlp
 from moejax.kernels.experts.expert_weights import Weights
 from moejax.kernels.experts.quantize import dequantize, dequantize_sum, quantize

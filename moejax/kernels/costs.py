@@ -7,7 +7,8 @@ reader of the traced program recognizes, even if recomputation drops some of its
 
 import math
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from functools import cache, wraps
 from typing import Any
 
@@ -56,6 +57,17 @@ def _jitted(function: Callable, name: str, options: tuple[tuple[str, Any], ...])
 
     named.__name__ = name
     return jax.jit(named)
+
+
+def trips_of(trips: float) -> AbstractContextManager[Any]:
+    """Returns the scope of a loop whose trips depend on data, with their mean for `named_trips`."""
+    return jax.named_scope(f"trips_{round(1000 * trips)}")
+
+
+def named_trips(scope: Iterable[str]) -> float | None:
+    """Returns the mean trips of a loop in a scope of `trips_of`; else None."""
+    found = (re.fullmatch(r"trips_(\d+)", name) for name in scope)
+    return next((int(match[1]) / 1000 for match in found if match), None)
 
 
 def named_cost(name: str, arrays: list[Any]) -> Cost | None:

@@ -15,6 +15,7 @@ from moejax.config.compression import BLOCKS, TOKENS, build_compression
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.kernels.attention.splash import LANES
+from moejax.kernels.attention.tokamax import INSTALLED
 from moejax.kernels.formats import TILE
 
 HOPPER = "9.0"
@@ -254,7 +255,7 @@ def select_attention(
     sinks: bool = False,
     slices: int = 1,
 ) -> Choice:
-    """Returns the implementation of `kernels.attention.blocked`.
+    """Returns the implementation of `kernels.attention.attention`.
 
     Args:
       width: width of a head's queries and keys.
@@ -262,7 +263,7 @@ def select_attention(
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
       value_width: width of a head's values; None for `width`.
       sinks: whether a learned logit takes part in each softmax.
-      slices: number of slices of the positions (`kernels.attention.sliced_attention`). More than
+      slices: number of slices of the positions (`sliced_attention`). More than
         one need a mask too.
     """
     widest, queries = max(width, value_width or width), length // slices
@@ -280,8 +281,16 @@ def select_attention(
             f"{what} by a mask of {mask_bytes / 2**30:.1f} GiB. At most "
             f"{MASK_BYTES / 2**30:.0f} is given to it. {none} less with more train.micro_batches"
         )
-    if why_not is not None:
-        return Choice("blocked", "attention of our own runs everywhere", (("cudnn", why_not),))
+    if why_not is not None or slices > 1:
+        why_not_ranges = _tokamax_declines(hardware, dtype, widest)
+        if why_not_ranges is None:
+            beside = f" (cuDNN: {why_not})" if why_not else ""
+            reason = f"tokamax's attention, which skips what no query sees: no mask is made{beside}"
+            return Choice("tokamax", reason)
+        if why_not is not None:
+            both = (("cudnn", why_not), ("tokamax", why_not_ranges))
+            declined = both if hardware.platform == "gpu" else both[:1]
+            return Choice("blocked", "attention of our own runs everywhere", declined)
     padded = ""
     if value_width not in (None, width):
         both = f"{width} channels of keys and {value_width} of values"
@@ -308,6 +317,21 @@ def _cudnn_declines(hardware: Hardware, dtype: str, width: int, sinks: bool) -> 
     widest = 256 if known >= (9, 0) else 128
     if width % 8 or width > widest:
         return f"heads are {width} wide. It takes multiples of 8 up to {widest}"
+    return None
+
+
+def _tokamax_declines(hardware: Hardware, dtype: str, width: int) -> str | None:
+    """Returns why tokamax's attention does not run; None if it does."""
+    if hardware.platform != "gpu":
+        return f"it is for GPUs, this is {hardware.platform}"
+    if hardware.capability is not None and not re.match(r"(9|10)\.", hardware.capability):
+        return f"it is for Hopper and Blackwell, this is {hardware.capability}"
+    if dtype != "bfloat16":
+        return f"it takes bfloat16, this is {dtype}"
+    if width > 256:
+        return f"heads are {width} wide. It takes up to 256"
+    if not INSTALLED:
+        return "it is not installed. Install moejax[kernels]"
     return None
 
 

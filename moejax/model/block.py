@@ -18,7 +18,7 @@ from moejax.comm import links, wire
 from moejax.comm.weights.gather import replicated_weight
 from moejax.config.pattern import BlockKind
 from moejax.config.schema import ModelConfig, MoEConfig
-from moejax.kernels.attention.sliced_attention import sliced_attention
+from moejax.kernels.attention.attention import sliced_attention
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
@@ -107,7 +107,7 @@ class Slice(NamedTuple):
       number: its number.
       length: its positions.
       past: keys and values of earlier slices, [B, S, ...], for each block; see
-        `kernels.attention.sliced_attention`.
+        `kernels.attention.attention.sliced_attention`.
     """
 
     number: jax.Array

@@ -18,7 +18,7 @@ from moejax.comm.activations import enter_tensor_together
 from moejax.comm.weights.adapters import AdaptedWeight, Adapter, Weight, product
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.attention.blocked import attention
+from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import project_from_heads, project_to_heads

@@ -7,7 +7,7 @@ import jax
 
 from moejax.comm import wire
 from moejax.comm.weights.shard import attach, detach, without
-from moejax.kernels.attention.blocked import CUDNN_FORWARD
+from moejax.kernels.attention.attention import keep_attended
 from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
 from moejax.layout.spec import StepSpec
 
@@ -17,11 +17,7 @@ def _keep(*names: str) -> Callable:
     named = jax.checkpoint_policies.save_only_these_names(PLACES, *names)
     if ATTENDED not in names:
         return named
-
-    def attends(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name == CUDNN_FORWARD
-
-    return jax.checkpoint_policies.save_from_both_policies(named, attends)
+    return jax.checkpoint_policies.save_from_both_policies(named, keep_attended)
 
 
 REMAT_POLICIES: dict[str, Callable | None] = {

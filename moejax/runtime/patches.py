@@ -5,10 +5,13 @@ docstring says what must be public there for it to go.
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from jax._src import compilation_cache, compiler, distributed, xla_bridge
+from jax.extend import backend
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -51,27 +54,37 @@ def keep_program(key: str, name: str, executable: Any, backend: Any, seconds: fl
     compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
 
 
-@contextlib.contextmanager
-def described_cudnn() -> Iterator[None]:
-    """Lets JAX trace and lower cuDNN's attention for the described GPU where none is.
+@dataclass(frozen=True)
+class DescribedHopper:
+    """What tokamax asks of JAX's default device, for which it writes its kernels: an H200."""
 
-    JAX asks the installed cuDNN for its version and the local GPU for its capability, not the
-    target; this goes when it asks the target. `kernels.select` has checked what the target takes.
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H200"
+    compute_capability: str = "9.0"
+    core_count: int = 132
+
+
+@contextlib.contextmanager
+def described_gpu() -> Iterator[None]:
+    """Lets JAX and tokamax trace and lower attention for the described GPU where none is.
+
+    They ask the installed cuDNN for its version and the local GPU for its capability, not the
+    target; this goes when they ask the target. `kernels.select` has checked what the target takes.
     """
     import jax._src.cudnn.fused_attention_stablehlo as fused_attention
 
-    answers = {
-        "check_cudnn_version": lambda: 91000,  # 9.10.0, as in H200
-        "check_compute_capability": lambda capability: True,  # heads above 128 channels need 9.0
-    }
-    asked = {name: getattr(fused_attention, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(fused_attention, name, answer)
-    try:
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (fused_attention, "check_cudnn_version", lambda: 91000),  # 9.10.0, as in H200
+        # Heads above 128 channels need 9.0.
+        (fused_attention, "check_compute_capability", lambda capability: True),
+    ]
+    if importlib.util.find_spec("tokamax") is not None:
+        answers.append((backend, "get_default_device", DescribedHopper))
+    with contextlib.ExitStack() as stack:
+        for module, name, answer in answers:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, answer)
         yield
-    finally:
-        for name, question in asked.items():
-            setattr(fused_attention, name, question)
 
 
 def let_orbax_begin_again(agree: Callable[[int], list[int]]) -> None:

@@ -111,7 +111,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.layout.layout import build_layout
     from moejax.layout.mesh import build_abstract_mesh
     from moejax.runtime.jax_settings import fix_settings
-    from moejax.runtime.patches import described_cudnn
+    from moejax.runtime.patches import described_gpu
     from moejax.runtime.processes import find_rank
     from moejax.step.model import check_adapters
     from moejax.step.train_step import build_step
@@ -139,7 +139,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     open_inputs(cfg)
     check_paths(cfg)
     layout = build_layout(cfg.mesh)
-    with described_cudnn():
+    with described_gpu():
         train_step = build_step(cfg, build_abstract_mesh(layout), platform)
         summary = summarize(train_step)
     for note in (*planned.notes, *_dry_notes(train_step, summary, planned)):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.gpu import chunks, layers, products, shapes
 from moejax.aot.target import TARGETS, describe_devices
 from moejax.config.load import load_config
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from tests.kernels.mosaic.described import compile_kernels
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]
@@ -19,7 +19,7 @@ def test_the_step_fits_one_gpu_and_has_our_kernels():
     devices = describe_devices(TARGETS["h200"], 1)
     train_step = layers.one_device_step(load_config(layers.CONFIG), devices)
     assert (train_step.spec.experts, train_step.spec.attention) == ("mosaic", "cudnn_masked")
-    with described_cudnn():
+    with described_gpu():
         lowered = train_step.step.lower(train_step.abstract, train_step.abstract_batch())
     compiled = lowered.compile()
     peak = compiled.memory_analysis().peak_memory_in_bytes

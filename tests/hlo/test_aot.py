@@ -11,7 +11,7 @@ import pytest
 
 from moejax.aot.target import TARGETS
 from moejax.plan.trace.reader import collectives
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from tests.hlo.described import compiled_step, described_step
 
 GIB = 2**30
@@ -91,7 +91,7 @@ def test_the_compiled_collectives_are_those_of_the_traced_program(cluster):
     """What the traced program says of the wire is what the compiled one does."""
     train_step, step = step_of(cluster), compiled(cluster)
     traced, found = Counter(), Counter()
-    with described_cudnn():
+    with described_gpu():
         program = train_step.step.trace(
             train_step.abstract, train_step.abstract_batch()
         ).jaxpr.jaxpr

@@ -11,7 +11,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.layout.route import build_route
 from moejax.plan.trace.reader import collectives
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from moejax.step.train_step import build_step
 from tests.cases import part_of, small_config, step_for
 
@@ -143,7 +143,7 @@ def test_kernels_that_quantise_rows_as_they_move_change_no_exchange(route, mesh,
     abstract, found = build_abstract_mesh(build_layout(cfg.mesh)), {}
     for platform in ("cpu", "gpu"):
         train_step = build_step(cfg, abstract, platform)
-        with described_cudnn():
+        with described_gpu():
             program = train_step.gradients.trace(
                 train_step.abstract, train_step.abstract_batch()
             ).jaxpr

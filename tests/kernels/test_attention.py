@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.comm.jaxprs import inner_jaxprs, opened
-from moejax.kernels.attention.blocked import _blocks, attention
+from moejax.kernels.attention.attention import attention
+from moejax.kernels.attention.blocked import blocks_of
+from moejax.kernels.attention.ranged import Extent
 from moejax.kernels.costs import attention_cost
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from tests.cases import few
 
 
@@ -135,7 +137,7 @@ def squares(implementation, window, length=2050):
         y = attention(q, k, v, segment, window=window, implementation=implementation)
         return jnp.sum(y.astype(jnp.float32))
 
-    with described_cudnn():
+    with described_gpu():
         program = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*arrays, segment)
     eqns = list(equations(program))
     found = {x.aval.shape for eqn in eqns for x in eqn.outvars if hasattr(x.aval, "shape")}
@@ -162,7 +164,7 @@ def priced(run, *shapes):
     """The FLOPs of each of cuDNN's operations in a program, where no GPU is."""
     arrays = [jax.ShapeDtypeStruct((2, 64, *shape), jnp.bfloat16) for shape in shapes]
     segment = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-    with described_cudnn():
+    with described_gpu():
         program = jax.make_jaxpr(run)(*arrays, segment)
     costs = (attention_cost(eqn.primitive.name, eqn) for eqn in equations(program))
     return [cost["flops"] for cost in costs if cost is not None]
@@ -208,11 +210,35 @@ def test_bfloat16_stays_near_float32():
         assert np.abs(np.asarray(have, np.float32) - want).max() < 2**-5 * np.abs(want).max()
 
 
+@pytest.mark.parametrize("window", [None, 16, 700])
 @pytest.mark.parametrize("length", [1, 100, 1024, 4097])
-def test_blocks_visit_little_more_than_they_must(length):
-    blocks = _blocks(length, length, None)
-    visited = sum((q.stop - q.start) * (k.stop - k.start) for q, _, k in blocks)
-    rows = max(q.stop - q.start for q, *_ in blocks)
-    assert visited <= (length + rows) * length // 2 + rows * rows
-    near = _blocks(length, length, 16)
-    assert all(k.start == max(0, q.start - 15) and k.stop == q.stop for q, _, k in near)
+def test_blocks_visit_little_more_than_they_must(length, window):
+    blocks = blocks_of(length, length, Extent((0,), window))
+    pairs = sum(min(place + 1, window or length) for place in range(length))
+    rows = -(-length // blocks.queries)
+    most = pairs / (blocks.queries * blocks.keys) + 2 * rows
+    assert pairs / (blocks.queries * blocks.keys) <= blocks.visits <= most
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_program_does_not_grow_with_the_sequence(sinks):
+    """Nor what it holds at a time, but for what it reads and returns."""
+
+    def traced(length):
+        shapes = [(1, length, count, 64) for count in (8, 2, 2)]
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        arrays.append(jax.ShapeDtypeStruct((8,), jnp.float32))
+        segment = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+        def total(q, k, v, sinks_H, segment):
+            options = {"window": None, "implementation": "blocked"}
+            y = attention(q, k, v, segment, sinks_H=sinks_H if sinks else None, **options)
+            return jnp.sum(y.astype(jnp.float32))
+
+        eqns = list(equations(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*arrays, segment)))
+        sizes = [math.prod(x.aval.shape) for eqn in eqns for x in eqn.outvars]
+        return len(eqns), max(sizes) / length
+
+    (few_eqns, small), (many_eqns, large) = traced(4096), traced(131_072)
+    assert few_eqns == many_eqns < 1000
+    assert large <= small

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.kernels.attention.blocked import attention
+from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.cached_attention import cached_attention, put
 
 

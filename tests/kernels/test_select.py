@@ -10,6 +10,7 @@ from moejax.config.fields import change
 from moejax.config.load import override
 from moejax.config.schema import Config
 from moejax.errors import InputError
+from moejax.kernels import select
 from moejax.kernels.select import (
     Hardware,
     hardware_of,
@@ -21,12 +22,17 @@ from moejax.kernels.select import (
 )
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from moejax.step.train_step import build_step
 
 CPU, TPU, HOPPER = Hardware("cpu"), Hardware("tpu"), Hardware("gpu", "9.0")
 SHAPE = {"dtype": "bfloat16", "width": 2048, "hidden": 1024}
 modern = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
+
+
+@pytest.fixture(autouse=True)
+def _without_tokamax(monkeypatch):
+    monkeypatch.setattr(select, "INSTALLED", False)
 
 
 def assert_chosen(choice, wanted):
@@ -162,15 +168,31 @@ UNEQUAL = {"width": 192, "value_width": 128}  # DeepSeek-V3's heads: of queries 
         (Hardware("gpu", "10.0"), {"width": 256}, "cudnn_masked"),
         (Hardware("gpu"), {}, "cudnn_masked"),
         (CPU, {}, "blocked < cudnn: it is for GPUs, this is cpu"),
-        (HOPPER, {"dtype": "float32"}, "blocked < cudnn: it takes bfloat16, this is float32"),
-        (HOPPER, {"width": 100}, "blocked < cudnn: heads are 100 wide*multiples of 8 up to 256"),
+        (
+            HOPPER,
+            {"dtype": "float32"},
+            "blocked < cudnn: it takes bfloat16, this is float32 < tokamax: *",
+        ),
+        (
+            HOPPER,
+            {"width": 100},
+            "blocked < cudnn: heads are 100 wide*multiples of 8 up to 256 < tokamax: *",
+        ),
         (HOPPER, {"width": 264}, "blocked < cudnn: heads are 264 wide*"),
         (HOPPER, {"value_width": 264}, "blocked < cudnn: heads are 264 wide*"),
         (HOPPER, {"sinks": True}, "blocked < cudnn: *takes no sinks (model.attention_sinks)*"),
-        (AMPERE, UNEQUAL, "blocked < cudnn: heads are 192 wide*multiples of 8 up to 128"),
-        (Hardware("gpu", "7.5"), {}, "blocked < cudnn: *capability 8.0, this is 7.5"),
-        (Hardware("gpu", "gfx942"), {}, "blocked < cudnn: *this is gfx942"),
-        (HOPPER, {"length": 4095}, "blocked < cudnn: *even number of positions, this is 4095"),
+        (
+            AMPERE,
+            UNEQUAL,
+            "blocked < cudnn: heads are 192 wide*multiples of 8 up to 128 < tokamax: *",
+        ),
+        (Hardware("gpu", "7.5"), {}, "blocked < cudnn: *capability 8.0, this is 7.5 <*"),
+        (Hardware("gpu", "gfx942"), {}, "blocked < cudnn: *this is gfx942 <*"),
+        (
+            HOPPER,
+            {"length": 4095},
+            "blocked < cudnn: *even number of positions, this is 4095 < tokamax: *",
+        ),
         (HOPPER, {"length": 131_072, "sequences": 1}, "blocked < cudnn: *32.0 GiB. At most 1*"),
         (HOPPER, {"length": 8192, "sequences": 9}, "blocked < cudnn: *a mask of 1.1 GiB*"),
         (TPU, {}, "splash"),
@@ -188,13 +210,36 @@ def test_attention_by_place_and_shape(place, changes, wanted):
     assert_chosen(select_attention(place, **ATTENTION | changes), wanted)
 
 
+@pytest.mark.parametrize(
+    ("place", "changes", "wanted"),
+    [
+        (HOPPER, {}, "cudnn_masked"),
+        (HOPPER, {"isolated": False}, "cudnn"),
+        (HOPPER, {"sinks": True}, "tokamax"),
+        (HOPPER, {"length": 131_072}, "tokamax"),
+        (HOPPER, {"slices": 4}, "tokamax"),
+        (HOPPER, {"slices": 4, "isolated": False}, "tokamax"),
+        (HOPPER, UNEQUAL | {"sinks": True}, "tokamax"),
+        (Hardware("gpu", "10.0"), {"sinks": True}, "tokamax"),
+        (Hardware("gpu"), {"sinks": True}, "tokamax"),
+        (AMPERE, {"sinks": True}, "blocked < cudnn: * < tokamax: *this is 8.0"),
+        (HOPPER, {"width": 264}, "blocked < cudnn: * < tokamax: *up to 256"),
+        (HOPPER, {"dtype": "float32"}, "blocked < cudnn: * < tokamax: *this is float32"),
+        (CPU, {"sinks": True}, "blocked < cudnn: it is for GPUs, this is cpu"),
+    ],
+)
+def test_tokamax_attends_where_cudnn_declines(monkeypatch, place, changes, wanted):
+    monkeypatch.setattr(select, "INSTALLED", True)
+    assert_chosen(select_attention(place, **ATTENTION | changes), wanted)
+
+
 @pytest.mark.parametrize("isolated", [True, False])
 def test_slices_take_a_mask_of_their_queries_alone(isolated):
     form = ATTENTION | {"isolated": isolated, "slices": 4}
     choice = select_attention(HOPPER, **form)
     assert_chosen(choice, "cudnn_masked")
     assert ("keeps documents apart" in choice.reason) == isolated
-    ((_, reason),) = select_attention(HOPPER, **form | {"sequences": 2**20}).declined
+    (_, reason), _ = select_attention(HOPPER, **form | {"sequences": 2**20}).declined
     assert ("slices would be kept in order" in reason) == (not isolated)
     assert "isolate_documents" not in reason
 
@@ -297,7 +342,7 @@ SLICES = {"mesh.stage_slices": 2, "model.layers_before_stages": 1, "model.num_la
 def test_parts_of_sequences_attend_by_a_kernel_that_takes_them(platform, changes, whole, parts):
     """Whole sequences of the same program keep the platform's own; both passes are traced."""
     cfg = change(Config(), SMALL | {"model.num_kv_heads": 8} | changes)
-    with described_cudnn():
+    with described_gpu():
         train_step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), platform)
         shapes = train_step.abstract, train_step.abstract_batch()
         train_step.gradients.trace(*shapes)

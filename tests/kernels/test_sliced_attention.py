@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.kernels.attention.blocked import attention
-from moejax.kernels.attention.sliced_attention import sliced_attention
+from moejax.kernels.attention.attention import attention, sliced_attention
 from tests.cases import few
 from tests.kernels.test_attention import operands
 

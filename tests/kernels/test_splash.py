@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moejax.kernels.attention import splash
-from moejax.kernels.attention.blocked import attention
+from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.splash import splash_attention
 from moejax.plan.trace.reader import read
 

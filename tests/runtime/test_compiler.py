@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.runtime.compiler import compiler_options, known_options
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from tests.cases import small_config, step_for
 
 KNOWN = {"xla_cpu_enable_fast_math": "False"}
@@ -71,7 +71,7 @@ def test_cudnn_of_the_described_gpu_is_asked_for_and_the_installed_one_afterward
     import jax._src.cudnn.fused_attention_stablehlo as asked
 
     before = asked.check_cudnn_version, asked.check_compute_capability
-    with described_cudnn():
+    with described_gpu():
         assert asked.check_cudnn_version() == 9 * 10_000 + 10 * 100, "9.10.0"
         assert asked.check_compute_capability("9.0") is True
     assert (asked.check_cudnn_version, asked.check_compute_capability) == before

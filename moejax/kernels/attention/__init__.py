@@ -1,5 +1,6 @@
 """Softmax attention: one form a file.
 
-`blocked` is the form that runs everywhere, `splash` JAX's kernel for TPUs. `sliced_attention` is
-for a slice of positions, `cached_attention` for new tokens and cached keys.
+`attention` is what a model's layers call. `ranged` lets each query see one range of keys, which may
+come in pieces; `blocked` is its kernel that runs everywhere. `splash` is JAX's kernel for TPUs,
+`cached_attention` is for new tokens and cached keys.
 """

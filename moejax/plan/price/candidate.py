@@ -16,7 +16,7 @@ from moejax.plan.price.routing import ExpertLoad, bucket_fills
 from moejax.plan.trace.memory import Peak, peak
 from moejax.plan.trace.reader import read as read_jaxpr
 from moejax.plan.trace.schedule import Schedule
-from moejax.runtime.patches import described_cudnn
+from moejax.runtime.patches import described_gpu
 from moejax.step.model import build_spec
 from moejax.step.train_step import TrainStep, build_step
 
@@ -118,7 +118,7 @@ def trace_config(cfg: Config, platform: str, load: ExpertLoad | None = None) -> 
     """
     mesh = build_abstract_mesh(build_layout(cfg.mesh))
     rounds = load is None or may_overflow(cfg, platform, load)
-    with described_cudnn():
+    with described_gpu():
         return trace_step(build_step(cfg, mesh, platform, rounds=rounds))
 
 

@@ -277,7 +277,7 @@ class _TaskBuilder:
         trip = simulate_step(body, self.costs, filled)
         self.totals.add(trip.totals, op.trip_count)
         seconds = trip.seconds * op.trip_count
-        own = self._add(op, 0.0, Task(f"{op.trip_count} x loop", COMPUTE, seconds, after))
+        own = self._add(op, 0.0, Task(f"{op.trip_count:g} x loop", COMPUTE, seconds, after))
         self.inside[own[0]] = trip, op.trip_count
         self.computed = 0.0 if trip.totals.sent else self.computed + seconds
         return own

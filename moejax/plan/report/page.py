@@ -222,7 +222,7 @@ def _loop_name(trip: SimulatedStep, op: Op) -> str:
     """Returns a loop's label: its trip count and its largest term."""
     computed = trip.totals.computed
     fullest = " and ".join(sorted(computed, key=lambda name: -computed[name])[:2]) or "loop"
-    return f"{op.trip_count} x {fullest}{', backward' if op.backward else ''}"
+    return f"{op.trip_count:g} x {fullest}{', backward' if op.backward else ''}"
 
 
 def _about(op: Op) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened, scan_operands
 from moejax.comm.tokens.rounds import ROUNDS
-from moejax.kernels.costs import attention_cost, dot_flops, named_cost
+from moejax.kernels.costs import attention_cost, dot_flops, named_cost, named_trips
 from moejax.plan.trace.fusion import Node, Storage, fuse
 from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collectives_of
 
@@ -192,7 +192,8 @@ class _Reader:
         params = eqn.params
         first = params["body_nconsts"]
         carried = first, operands[params["cond_nconsts"] + first :]
-        trips = {"trip_count": max(self.rounds, 1) if ROUNDS in scope else 1}
+        rounds = max(self.rounds, 1) if ROUNDS in scope else 1
+        trips = {"trip_count": named_trips(reversed(scope)) or rounds}
         return self._loop(eqn, params["body_jaxpr"], operands, scope, carried, **trips)
 
     def _loop(
@@ -251,7 +252,7 @@ def _scope_names(eqn: Any) -> Scope:
 
 def _labels(scope: Scope) -> tuple[str, bool]:
     """Returns (scope, whether it is in the backward pass)."""
-    named = [name for name in scope if name not in TRANSFORMS]
+    named = [n for n in scope if n not in TRANSFORMS and named_trips((n,)) is None]
     return (named[-1] if named else REST), "transpose" in scope
 
 

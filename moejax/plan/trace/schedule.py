@@ -74,7 +74,7 @@ class Op:
       scales_with_fill: whether FLOPs and bytes are for full buckets; the filled share scales them.
       blocks: (rows, groups) of a bucket buffer whose groups are computed in whole blocks.
       body: one iteration of a loop, or `unrolled` iterations that may overlap.
-      trip_count: how often a loop's body runs.
+      trip_count: how often a loop's body runs; a mean, where data decide.
       carried: pairs (buffer that an iteration reads, buffer with the next iteration's value).
     """
 
@@ -94,7 +94,7 @@ class Op:
     blocks: tuple[int, int] | None = None
     collective: Collective | None = None
     body: "Schedule | None" = None
-    trip_count: int = 1
+    trip_count: float = 1
     unrolled: int = 1
     carried: tuple[tuple[int, int], ...] = ()
 

@@ -1,15 +1,14 @@
-"""The products that tokamax makes, where it is installed: the reference's numbers, for Hopper."""
-
-from dataclasses import dataclass
+"""tokamax's products and attention, where it is installed: the reference's numbers, for Hopper."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import backend
 
+from moejax.kernels.attention.ranged import Extent, Keys, ranged_attention, ranges
 from moejax.kernels.experts import reference
 from moejax.kernels.experts.grouped_matmul import grouped_matmul
+from moejax.runtime.patches import described_gpu
 from tests.kernels.mosaic.described import compile_kernels
 from tests.kernels.mosaic.interpreter import interpreted
 from tests.kernels.mosaic.test_grouped_matmul import HALF_STEP, draw, exactly
@@ -17,19 +16,10 @@ from tests.kernels.mosaic.test_grouped_matmul import HALF_STEP, draw, exactly
 pytest.importorskip("tokamax", reason="tokamax is not installed: it is moejax[kernels]")
 
 
-@dataclass(frozen=True)
-class Hopper:
-    """What tokamax asks of JAX's default device: it writes its kernels for that."""
-
-    platform: str = "gpu"
-    device_kind: str = "NVIDIA H200"
-    compute_capability: str = "9.0"
-    core_count: int = 132
-
-
 @pytest.fixture(autouse=True)
-def for_hopper(monkeypatch):
-    monkeypatch.setattr(backend, "get_default_device", Hopper)
+def for_hopper():
+    with described_gpu():
+        yield
 
 
 def pulled(sizes, x, w, gradient):
@@ -64,3 +54,57 @@ def test_its_kernels_compile_for_hopper(monkeypatch, tmp_path):
         print(kernel)
         assert kernel.wgmma
         assert kernel.spilled_bytes == 0
+
+
+def test_its_attention_is_told_what_its_kernels_take(monkeypatch):
+    """By its plain forms, which take the same arguments and run here."""
+    from tokamax._src.ops.attention import base, pallas_mosaic_gpu, pallas_mosaic_gpu_vjp
+
+    attend, pull = "PallasMosaicGpuFlashAttention", "PallasMosaicGpuFlashAttentionVjp"
+    monkeypatch.setattr(pallas_mosaic_gpu, attend, base.DotProductAttention)
+    monkeypatch.setattr(pallas_mosaic_gpu_vjp, pull, base.DotProductAttentionVjp)
+    rng = np.random.default_rng(0)
+    shapes = (12, 4, 8), (20, 2, 8), (20, 2, 8), (12, 4, 8)
+    q, k, v, dy = (jnp.asarray(rng.standard_normal((2, *s)), jnp.float32) for s in shapes)
+    segment = jnp.asarray(np.sort(rng.integers(0, 3, (2, 20)), axis=1), jnp.int32)
+    first, last = ranges(segment, jnp.asarray(rng.permutation(20)[:12]), 7)
+
+    def run(name):
+        def attend(q, k, v, sinks):
+            pieces = [
+                Keys(k[:, a:b], v[:, a:b], jnp.maximum(first - a, 0), jnp.minimum(last, b - 1) - a)
+                for a, b in ((0, 9), (9, 20))
+            ]
+            options = {"scale": 0.7, "implementation": name, "sinks_H": sinks}
+            return ranged_attention(q, tuple(pieces), (Extent((0,), None),) * 2, **options)
+
+        y, gradients = jax.vjp(attend, q, k, v, jnp.array([-1.0, 0, 1, 2]))
+        return y, *gradients(dy)
+
+    for have, want in zip(run("tokamax"), run("blocked"), strict=True):
+        np.testing.assert_allclose(have, want, atol=2e-5)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("keys", "values"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_its_attention_compiles_for_hopper(monkeypatch, tmp_path, keys, values):
+    """With sinks, in two pieces: forward, and backward by queries and by keys, of each."""
+
+    def total(q, k, v, first, last, sinks):
+        pieces = tuple(
+            Keys(k[:, a:b], v[:, a:b], jnp.maximum(first - a, 0), jnp.minimum(last, b - 1) - a)
+            for a, b in ((0, 512), (512, 1024))
+        )
+        options = {"scale": 0.1, "implementation": "tokamax", "sinks_H": sinks}
+        y = ranged_attention(q, pieces, (Extent((512,), None),) * 2, **options)
+        return jnp.sum(y.astype(jnp.float32))
+
+    shapes = [((1, 512, 8, keys), jnp.bfloat16), ((1, 1024, 2, keys), jnp.bfloat16)]
+    shapes += [((1, 1024, 2, values), jnp.bfloat16), *[((1, 512), jnp.int32)] * 2]
+    shapes += [((8,), jnp.float32)]
+    gradients = jax.grad(total, (0, 1, 2, 5))
+    found = compile_kernels(gradients, *shapes, monkeypatch=monkeypatch, directory=tmp_path)
+    for kernel in found:
+        print(kernel)
+        assert kernel.wgmma
+    assert len(found) >= 3

@@ -1,0 +1,163 @@
+"""Softmax attention in which each query sees one range of keys, and keys may come in pieces.
+
+Per device. Legend: B sequences, T queries, S keys, H heads, G heads of keys, C width of a head's
+queries and keys, V of its values.
+
+Where keys lie in the order of their positions, causality, a window and documents leave each query
+one range of them, in whatever order the queries lie. A kernel returns its result and the log of the
+softmax's denominators, so results of several pieces of keys are merged, and sinks join afterwards.
+Backward hands each piece the result and the log of all pieces together: its probabilities are those
+of the whole softmax, and no merge is differentiated.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from moejax.annotations import Array, Float, Int
+from moejax.kernels.attention import blocked, tokamax
+from moejax.kernels.kept import ATTENDED
+
+IMPLEMENTATIONS = {"blocked": blocked, "tokamax": tokamax}
+
+
+class Keys(NamedTuple):
+    """A piece of the keys, their values, and the range that each query sees of them.
+
+    Attributes:
+      first_BT, last_BT: places in this piece; a query whose last is below its first sees none.
+    """
+
+    k_BSGC: Float[Array, "B S G C"]
+    v_BSGV: Float[Array, "B S G V"]
+    first_BT: Int[Array, "B T"]
+    last_BT: Int[Array, "B T"]
+
+
+class Extent(NamedTuple):
+    """What is known of a piece's ranges while a program is traced, for its price.
+
+    Attributes:
+      starts: places that the first query may have among the keys, each as likely as another.
+      window: keys that a query sees, itself included; None: all before it.
+      before: whether only keys before the first query are seen.
+    """
+
+    starts: tuple[int, ...]
+    window: int | None
+    before: bool = False
+
+    def spans(self, queries: int, keys: int, rows: int = 1) -> Iterator[tuple[int, int]]:
+        """Yields the first and the last key of each block of `rows` queries, for every start."""
+        for start, block in product(self.starts, range(0, queries, rows)):
+            first, last = start + block, start + min(block + rows, queries) - 1
+            last = min(start - 1 if self.before else last, keys - 1)
+            yield 0 if self.window is None else max(0, first - self.window + 1), last
+
+    def pairs(self, queries: int, keys: int) -> float:
+        """Returns how many pairs of a query and a key see each other, a mean over the starts."""
+        seen = sum(max(0, last - first + 1) for first, last in self.spans(queries, keys))
+        return seen / len(self.starts)
+
+
+class Form(NamedTuple):
+    """The static arguments."""
+
+    implementation: str
+    scale: float
+    extents: tuple[Extent, ...]
+
+
+def ranges(
+    segment_BS: Int[Array, "B S"], position_T: Int[Array, " T"], window: int | None
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Returns the first and the last key that queries at some positions see.
+
+    Args:
+      segment_BS: document of each position; a document's positions lie side by side.
+    """
+    place_BS = lax.broadcasted_iota(jnp.int32, segment_BS.shape, 1)
+    begins_BS = jnp.diff(segment_BS, axis=1, prepend=segment_BS[:, :1]) != 0
+    begin_BS = lax.cummax(jnp.where(begins_BS, place_BS, 0), axis=1)
+    first_BT = begin_BS[:, position_T]
+    if window is not None:
+        first_BT = jnp.maximum(first_BT, position_T - window + 1)
+    return first_BT, jnp.broadcast_to(position_T, first_BT.shape).astype(jnp.int32)
+
+
+def ranged_attention(
+    q_BTHC: Float[Array, "B T H C"],
+    pieces: tuple[Keys, ...],
+    extents: tuple[Extent, ...],
+    *,
+    scale: float,
+    implementation: str,
+    sinks_H: Float[Array, " H"] | None = None,
+) -> Float[Array, "B T H V"]:
+    """Returns each query's mean of the values that it sees, weighted by the softmax of its scores.
+
+    A query that sees no key gets zeros.
+
+    Args:
+      extents: of each piece.
+      scale: factor of the scores.
+      implementation: "blocked", which runs everywhere; "tokamax", on Hopper and Blackwell.
+      sinks_H: logits that take part in the softmax of each of a head's queries and have no value.
+    """
+    return _attend(Form(implementation, scale, extents), q_BTHC, pieces, sinks_H)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(form: Form, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
+    return _forward(form, q_BTHC, pieces, sinks_H)[0]
+
+
+def _forward(form: Form, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
+    kernel = IMPLEMENTATIONS[form.implementation]
+    results = [
+        kernel.forward(q_BTHC, *keys, scale=form.scale, extent=extent)
+        for keys, extent in zip(pieces, form.extents, strict=True)
+    ]
+    y_BTHV, log_BTH = results[0] if len(results) == 1 else _merge(results)
+    if sinks_H is not None:
+        y_BTHV = y_BTHV * jax.nn.sigmoid(log_BTH - sinks_H)[..., None]
+        log_BTH = jnp.logaddexp(log_BTH, sinks_H)
+    y_BTHV = y_BTHV.astype(pieces[0].v_BSGV.dtype)
+    y_BTHV, log_BTH = (checkpoint_name(x, ATTENDED) for x in (y_BTHV, log_BTH))
+    return y_BTHV, (q_BTHC, pieces, sinks_H, y_BTHV, log_BTH)
+
+
+def _merge(results: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """The results of pieces as those of one."""
+    y_NBTHV, log_NBTH = (jnp.stack(x) for x in zip(*results, strict=True))
+    log_BTH = jax.nn.logsumexp(log_NBTH, axis=0)
+    weight_NBTH1 = jnp.exp(log_NBTH - log_BTH)[..., None]
+    return jnp.sum(y_NBTHV.astype(jnp.float32) * weight_NBTH1, axis=0), log_BTH
+
+
+def _backward(form: Form, saved, dy_BTHV):
+    q_BTHC, pieces, sinks_H, y_BTHV, log_BTH = saved
+    kernel = IMPLEMENTATIONS[form.implementation]
+    dq_BTHC, of_pieces = 0.0, []
+    for keys, extent in zip(pieces, form.extents, strict=True):
+        whole = y_BTHV, log_BTH, dy_BTHV
+        part_BTHC, dk_BSGC, dv_BSGV = kernel.gradients(
+            q_BTHC, *keys, *whole, scale=form.scale, extent=extent
+        )
+        dq_BTHC += part_BTHC.astype(jnp.float32)
+        dk_BSGC = dk_BSGC.astype(keys.k_BSGC.dtype)
+        of_pieces.append(Keys(dk_BSGC, dv_BSGV.astype(keys.v_BSGV.dtype), None, None))
+    dsinks_H = None
+    if sinks_H is not None:  # a sink has a weight like a key, and a value of zeros
+        dot_BTH = jnp.sum(y_BTHV.astype(jnp.float32) * dy_BTHV, axis=-1)
+        dsinks_H = -jnp.sum(jnp.exp(sinks_H - log_BTH) * dot_BTH, axis=(0, 1))
+    return dq_BTHC.astype(q_BTHC.dtype), tuple(of_pieces), dsinks_H
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,103 @@
+"""Attention to ranges of keys, whole and in pieces, against every pair at once in float64."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moejax
+from moejax.kernels.attention import blocked
+from moejax.kernels.attention.ranged import Extent, Keys, ranged_attention, ranges
+from tests.cases import few
+
+
+def dense(q, k, v, sinks, seen, scale):
+    """The formula: softmax over the keys that each query sees, and sinks."""
+    heads = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, heads, axis=2) for x in (k, v))
+    score = scale * jnp.einsum("bthc,bshc->bhts", q, k)
+    weight = jnp.where(seen[:, None], jnp.exp(score), 0)
+    total = jnp.sum(weight, axis=-1, keepdims=True) + jnp.exp(sinks)[:, None, None]
+    return jnp.einsum("bhts,bshc->bthc", weight / jnp.where(total > 0, total, 1), v)
+
+
+@few(15)
+@given(
+    length=st.sampled_from([1, 5, 66, 130]),
+    queries=st.sampled_from([1, 7, 70]),
+    cuts=st.lists(st.floats(0, 1), max_size=3),
+    window=st.sampled_from([None, 1, 6, 90]),
+    sinks=st.sampled_from([-np.inf, -10.0, 0.0, 10.0]),
+    seed=st.integers(0, 99),
+)
+def test_pieces_in_any_order_of_queries_are_the_whole(length, queries, cuts, window, sinks, seed):
+    """Documents, windows, pieces of no key, and queries that see none of a piece or none at all."""
+    rng = np.random.default_rng(seed)
+    shapes = (queries, 4, 8), (length, 2, 8), (length, 2, 4), (queries, 4, 4)
+    q, k, v, dy = (rng.standard_normal((2, *shape)) for shape in shapes)
+    segment = jnp.asarray(np.sort(rng.integers(0, 3, (2, length)), axis=1), jnp.int32)
+    position = rng.integers(0, length, queries)
+    first, last = (np.array(x) for x in ranges(segment, jnp.asarray(position), window))
+    last[:, 0] = -1  # sees nothing
+    place = np.arange(length)
+    seen = (place >= first[..., None]) & (place <= last[..., None])
+    documents = np.asarray(segment)
+    back = position[:, None] - place
+    wanted = (back >= 0) & (documents[:, None] == documents[:, position][..., None])
+    wanted &= True if window is None else back < window
+    np.testing.assert_array_equal(seen[:, 1:], wanted[:, 1:])
+
+    borders = sorted({0, length, *(round(cut * length) for cut in cuts)})
+    parts = list(pairwise(borders))
+
+    def ours(q, k, v, sinks):
+        low = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+        pieces = tuple(
+            Keys(*(x[:, a:b] for x in low[1:]), jnp.maximum(first - a, 0), last - a)
+            for a, b in parts
+        )
+        pieces = tuple(
+            one._replace(last_BT=jnp.minimum(one.last_BT, b - a - 1))
+            for one, (a, b) in zip(pieces, parts, strict=True)
+        )
+        options = {"scale": 0.7, "implementation": "blocked"}
+        extents = (Extent((0,), None),) * len(pieces)
+        return ranged_attention(low[0], pieces, extents, sinks_H=sinks, **options)
+
+    given_sinks = None if sinks == -np.inf else jnp.full(4, sinks, jnp.float32)
+    y, pull = jax.vjp(ours, q, k, v, given_sinks)
+    got = y, *pull(jnp.asarray(dy, jnp.float32))
+    with jax.enable_x64(True):
+        y, pull = jax.vjp(
+            lambda *x: dense(*x, jnp.asarray(seen), 0.7),
+            *map(jnp.asarray, (q, k, v)),
+            jnp.full(4, sinks),
+        )
+        want = y, *pull(jnp.asarray(dy))
+    assert not np.any(np.asarray(got[0])[:, 0])
+    for have, exact in zip(got, want[: len(got)], strict=False):
+        if have is not None:
+            np.testing.assert_allclose(have, exact, rtol=0, atol=2e-5 * max(1, np.abs(exact).max()))
+
+
+def test_far_blocks_and_low_scores_are_no_nan():
+    """A query whose first blocks are all masked, and one whose scores are below every mask's."""
+    q = jnp.full((1, 600, 1, 8), 1e4)
+    k, v = -q[:, :, :, :], jnp.ones((1, 600, 1, 8))
+    first = jnp.maximum(jnp.arange(600) - 2, 0)[None]
+    keys = Keys(k, v, first, jnp.arange(600)[None])
+    options = {"scale": 1.0, "implementation": "blocked"}
+    y, pull = jax.vjp(lambda q: ranged_attention(q, (keys,), (Extent((0,), 3),), **options), q)
+    np.testing.assert_allclose(y, np.ones(y.shape), atol=1e-6)
+    assert np.all(np.isfinite(pull(y)[0]))
+    assert -blocked.LOWEST > 8e8  # the scores of this case are above where maxima begin
+
+
+def test_nobody_differentiates_the_log_that_jax_returns():
+    """Its gradient is dropped by cuDNN, and not on a CPU: right here, wrong there."""
+    for path in Path(moejax.__file__).parent.rglob("*.py"):
+        assert "return_residual" not in path.read_text(), path
