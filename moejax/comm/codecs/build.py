@@ -1,7 +1,6 @@
 """Builds the codec that a setting names."""
 
-from moejax.comm.codecs.codec import Blocks, Cast, Codec
-from moejax.comm.codecs.feedback import ErrorFeedback
+from moejax.comm.codecs.codec import Blocks, Cast, Codec, ErrorFeedback
 from moejax.config.compression import CodecSpec
 
 LOCO_AVERAGE, LOCO_RESET = 0.5, 512

@@ -1,7 +1,6 @@
 """What codecs send, in bytes."""
 
-from moejax.comm.codecs.codec import Blocks
-from moejax.comm.codecs.feedback import ErrorFeedback
+from moejax.comm.codecs.codec import Blocks, ErrorFeedback
 from moejax.kernels.experts.quantize import bytes_of
 
 

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.codecs.codec import Blocks, Cast
-from moejax.comm.codecs.feedback import ErrorFeedback
+from moejax.comm.codecs.codec import Blocks, Cast, ErrorFeedback
 from moejax.comm.weights.compressed import empty_state, reduce_parts
 from moejax.plan.trace.reader import collectives
 from tests.cases import part_of
