@@ -102,3 +102,10 @@ def detach(shards: Any) -> Shard:
         return jax.tree.map(lambda x: getattr(as_shard(x), name), shards, is_leaf=is_shard)
 
     return Shard(*map(one, ("weight", "residual", "total", "gathered", "adapter")))
+
+
+def without(shards: Any, name: str) -> Any:
+    """Returns a tree of `Shard`s and other leaves, with this field of each `Shard` None."""
+    return jax.tree.map(
+        lambda x: replace(x, **{name: None}) if is_shard(x) else x, shards, is_leaf=is_shard
+    )

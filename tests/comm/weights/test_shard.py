@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.comm.weights.adapters import Adapter
-from moejax.comm.weights.shard import attach, detach
+from moejax.comm.weights.shard import attach, detach, without
 
 WEIGHTS = {"norm": jnp.ones(2), "w": jnp.ones((2, 3))}
 OF_W = {
@@ -40,3 +40,12 @@ def test_fields_attached_one_by_one_are_all_detached(order):
         assert getattr(fields, field) == beside(name)[name]
     sizes = [x.size for x in jax.tree.leaves(shards["w"])]
     assert sizes == [6, 4, 5, 6, 2, 3]
+
+
+def test_a_field_that_is_dropped_leaves_the_others():
+    shards = attach(WEIGHTS, **beside("residuals"), **beside("gathered"))
+    left = without(shards, "residual")
+    assert left["norm"] is WEIGHTS["norm"]
+    assert left["w"].residual is None
+    assert left["w"].gathered is OF_W["gathered"]
+    assert shards["w"].residual is OF_W["residuals"]
