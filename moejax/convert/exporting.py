@@ -120,7 +120,7 @@ def _export_model(
         else:
             if isinstance(frozen, FolderSource):
                 stack.enter_context(frozen.folder)
-            read = merged_weights(saved, cfg, frozen).read
+            read = merged_weights(saved, cfg, frozen)
         check_biases(export.family, model, params, router_bias, read)
         beside = stack.enter_context(written_beside(out, processes))
         text = f"writing {decimal(size)} from {saved.path}"
