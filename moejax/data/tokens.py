@@ -38,7 +38,7 @@ class MemorySource:
     tokens: np.ndarray
     vocab_size: int
     eos_id: int
-    num_bytes: int | None  # of the whole text; None if unknown
+    target_bytes: int | None  # of the text that the targets spell; None if unknown
 
     @property
     def num_tokens(self) -> int:
@@ -49,11 +49,6 @@ class MemorySource:
     def num_targets(self) -> int:
         """Every token after the first."""
         return len(self.tokens) - 1
-
-    @property
-    def target_bytes(self) -> int | None:
-        """Bytes of the whole text."""
-        return self.num_bytes
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start .. start + length - 1, int32."""

@@ -7,14 +7,13 @@ a stream without marks, its text and the eos that ends it.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from moejax.data.marks import Stretch
 from moejax.data.tokenizer import Tokenizer
 from moejax.data.tokens import JoinedSource, TokenSource
-
-STRETCH = 1 << 20  # tokens that are read at once
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,9 @@ def scores(
       documents: names and bytes of the documents, if they are known.
     """
     if documents is None:
-        sizes = _bytes_of_targets(source, tokenizer) if tokenizer else [None] * len(sums.begins)
+        sizes: Iterable[int | None] = [None] * len(sums.begins)
+        if tokenizer is not None:
+            sizes = _bytes_of_targets(source, sums, tokenizer)
         named: Iterable[tuple[str, int | None]] = zip(_names(source, sums), sizes, strict=True)
     else:
         named = documents
@@ -117,33 +118,11 @@ def _names(source: TokenSource, sums: DocumentSums) -> Iterator[str]:
         yield f"{source.sources[index].path}, {'end' if ends else f'document {number}'}"
 
 
-def _bytes_of_targets(source: TokenSource, tokenizer: Tokenizer) -> list[int]:
-    """Returns the bytes of the text that the targets of each document spell."""
-    sizes: list[int] = []
-    pending: list[np.ndarray] = []
-    for part_N in _documents(source):
-        if part_N is not None:
-            pending.append(part_N)
-            continue
-        ids = np.concatenate(pending).tolist()
-        sizes.append(len(tokenizer.decode(ids).encode("utf-8")))
-        pending = []
-    return sizes
-
-
-def _documents(source: TokenSource) -> Iterator[np.ndarray | None]:
-    """Yields targets in parts, and None at the end of each document."""
-    is_open, last = False, source.num_tokens - 1
-    for start in range(0, source.num_tokens, STRETCH):
-        stretch = source.stretch(start, min(STRETCH, source.num_tokens - start))
-        target_N = np.where(stretch.target_N, stretch.token_N, -1)
-        first = 0
-        for cut in np.flatnonzero(stretch.begin_N):
-            yield target_N[first:cut][target_N[first:cut] >= 0]
-            if is_open:
-                yield None
-            # A document that the last token opens has no target.
-            is_open, first = start + cut < last, int(cut)
-        yield target_N[first:][target_N[first:] >= 0]
-    if is_open:
-        yield None
+def _bytes_of_targets(
+    source: TokenSource, sums: DocumentSums, tokenizer: Tokenizer
+) -> Iterator[int]:
+    """Yields the bytes of the text that the targets of each document spell."""
+    for begin, end in pairwise([*sums.begins, source.num_tokens]):
+        stretch = source.stretch(begin, end - begin)
+        text = tokenizer.decode(stretch.token_N[stretch.target_N].tolist())
+        yield len(text.encode("utf-8"))
