@@ -137,18 +137,15 @@ class ArrayRecordSource(FileSource):
                 f"{' '.join(str(error).split())[:120]}. Every record carries a hash. Copy the file "
                 f"again, or prepare the text again."
             ) from error
+        full, total = chunk * dtype.itemsize, self.num_tokens * dtype.itemsize
         for number, record in enumerate(records, first):
-            self._check_record(number, record, chunk * dtype.itemsize)
+            # Another dtype or chunk size would make all ids wrong.
+            if len(record) != (expected := min(full, total - number * full)):
+                raise InputError(
+                    f"ArrayRecord does not fit its sidecar. {self.path}, record {number} has "
+                    f"{len(record)} bytes, dtype and chunk_tokens of the sidecar ask for "
+                    f"{expected}. They must agree. Copy both files again, or prepare the text "
+                    f"again."
+                )
         tokens = np.frombuffer(b"".join(records), dtype)
         return tokens[start - first * chunk :][:length]
-
-    def _check_record(self, number: int, record: bytes, full: int) -> None:
-        """Checks a record's size: another dtype or chunk size would make all ids wrong."""
-        total = self.num_tokens * np.dtype(self.sidecar.dtype).itemsize
-        expected = min(full, total - number * full)
-        if len(record) != expected:
-            raise InputError(
-                f"ArrayRecord does not fit its sidecar. {self.path}, record {number} has "
-                f"{len(record)} bytes, dtype and chunk_tokens of the sidecar ask for {expected}. "
-                f"They must agree. Copy both files again, or prepare the text again."
-            )
