@@ -85,7 +85,11 @@ def export_run(
     """
     check_new_folder(out, "--out")
     with join() as processes:
-        saved = locate(str(_checkpoint_of(run, step)), "full", processes)
+        wanted = run
+        if step is not None:
+            below = run / "checkpoints"
+            wanted = (below if below.is_dir() else run) / str(step)
+        saved = locate(str(wanted), "full", processes)
         cfg, origin = from_dict(saved.manifest.get("config", {})), origin_of(saved.path)
         if adapter and cfg.lora.rank is None:
             raise InputError(
@@ -127,7 +131,12 @@ def _export_model(
         with bar(console, text, total_elements(files_of(files, processes))) as advance:
             write_weights(files, beside, read, processes, advance)
         if processes.first:
-            _write_small_files(beside, export, dtype)
+            texts = texts_of(saved, cfg.data, export.origin)
+            changed = special_ids(texts, export.config)
+            config = {**without_code(export.config), **changed, "torch_dtype": dtype}
+            write_whole(beside / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+            write_texts(beside, texts)
+            write_generation(beside, config, bool(changed))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     added = "" if frozen is None else f"; adapters added to {frozen.path}"
     return f"{count:,} parameters, {decimal(size)} in {counted(len(files), 'file')}{added}"
@@ -167,14 +176,6 @@ def _base_for_peft(frozen: Source | None) -> str | None:
     return folder if folder is not None and is_folder_of_weights(Path(folder)) else None
 
 
-def _checkpoint_of(run: Path, step: int | None) -> Path:
-    """Returns the path for `locate`: the run, or the requested step."""
-    if step is None:
-        return run
-    below = run / "checkpoints"
-    return (below if below.is_dir() else run) / str(step)
-
-
 def choose_family(
     cfg: Config, base: Mapping[str, Any], name: str | None
 ) -> tuple[Family, dict[str, Any]]:
@@ -199,13 +200,3 @@ def choose_family(
         except InputError as error:
             reasons.append(f"{family.name}: {str(error).rstrip('.')}")
     raise InputError(f"no family holds this model. {'; '.join(reasons)}.")
-
-
-def _write_small_files(beside: Path, export: _Export, dtype: str) -> None:
-    """Writes the configs, tokenizer and texts."""
-    texts = texts_of(export.saved, export.cfg.data, export.origin)
-    changed = special_ids(texts, export.config)
-    config = {**without_code(export.config), **changed, "torch_dtype": dtype}
-    write_whole(beside / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    write_texts(beside, texts)
-    write_generation(beside, config, bool(changed))
