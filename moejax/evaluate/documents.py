@@ -11,7 +11,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from moejax.data.marks import Stretch
 from moejax.data.tokenizer import Tokenizer
 from moejax.data.tokens import JoinedSource, TokenSource
 
@@ -39,27 +38,6 @@ class DocumentSums:
     tokens: list[int]
     nats: list[float]  # summed in float64
 
-    def add(self, start: int, stretch: Stretch, nats_N: np.ndarray) -> None:
-        """Adds the targets of a stretch, which follows the one before.
-
-        Args:
-          start: position of its first token.
-          nats_N: of every token after the first; 0 where there is no target.
-        """
-        begin_N, target_N = stretch.begin_N[:-1], stretch.target_N[1:]
-        open_before = len(self.begins) - 1
-        self.begins += (start + np.flatnonzero(begin_N)).tolist()
-        new = len(self.begins) - len(self.tokens)
-        self.tokens += [0] * new
-        self.nats += [0.0] * new
-        first = max(open_before, 0)
-        document_N = open_before + np.cumsum(begin_N) - first
-        tokens = np.bincount(document_N, target_N)
-        nats = np.bincount(document_N, np.where(target_N, nats_N, 0))
-        for index, (count, total) in enumerate(zip(tokens, nats, strict=True), first):
-            self.tokens[index] += int(count)
-            self.nats[index] += float(total)
-
 
 def sum_documents(
     source: TokenSource, nats: Iterable[np.ndarray], batch_tokens: int
@@ -67,14 +45,28 @@ def sum_documents(
     """Returns the sums over documents.
 
     Args:
-      nats: loss of each target, batch by batch, as `data.batches.eval_batches` cuts the stream.
+      nats: loss of each target, and 0 elsewhere, batch by batch, as `data.batches.eval_batches`
+        cuts the stream.
       batch_tokens: positions of a batch.
     """
     sums = DocumentSums([], [], [])
     for number, nats_N in enumerate(nats):
         start = number * batch_tokens
         stretch = source.stretch(start, min(batch_tokens + 1, source.num_tokens - start))
-        sums.add(start, stretch, nats_N.ravel()[: len(stretch.token_N) - 1].astype(np.float64))
+        nats_N = nats_N.ravel()[: len(stretch.token_N) - 1].astype(np.float64)
+        begin_N, target_N = stretch.begin_N[:-1], stretch.target_N[1:]
+        open_before = len(sums.begins) - 1
+        sums.begins += (start + np.flatnonzero(begin_N)).tolist()
+        new = len(sums.begins) - len(sums.tokens)
+        sums.tokens += [0] * new
+        sums.nats += [0.0] * new
+        first = max(open_before, 0)
+        document_N = open_before + np.cumsum(begin_N) - first
+        counts = np.bincount(document_N, target_N)
+        totals = np.bincount(document_N, np.where(target_N, nats_N, 0))
+        for index, (count, total) in enumerate(zip(counts, totals, strict=True), first):
+            sums.tokens[index] += int(count)
+            sums.nats[index] += float(total)
     return sums
 
 
