@@ -83,7 +83,7 @@ def export_run(
       InputError: for a missing or damaged checkpoint, or a model that no family holds, before
         anything is written.
     """
-    check_new_folder(out, "--out")
+    check_new_folder(out)
     with join() as processes:
         wanted = run
         if step is not None:

@@ -76,7 +76,7 @@ def from_documents(documents: Sequence[bytes]) -> MemorySource:
 class JoinedSource:
     """Several sources of one vocabulary, read as one stream.
 
-    It has the attributes of `MemorySource`.
+    It has the attributes of `MemorySource`, but `tokens`.
     """
 
     def __init__(self, sources: Sequence[FileSource]):
