@@ -144,7 +144,13 @@ def _export_model(
 
 def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
     """Writes adapters alone, by the first process. Returns a line about them."""
-    base = _base_for_peft(export.frozen)
+    frozen, base = export.frozen, None
+    # peft loads folders only: for a checkpoint, the folder that it was imported from.
+    if isinstance(frozen, FolderSource):
+        base = str(frozen.path.absolute())
+    elif frozen is not None:
+        folder = frozen.manifest.get("imported_from")
+        base = folder if folder is not None and is_folder_of_weights(Path(folder)) else None
     with written_beside(out, processes) as beside:
         written, left_out = processes.from_first(
             lambda: write_adapters(export.saved, export.cfg, export.family, base, beside)
@@ -156,24 +162,13 @@ def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
     if left_out:
         summary += f"; left out those of multi-token prediction ({counted(left_out, 'tensor')})"
     if base is None:
-        where = "the base" if export.frozen is None else export.frozen.path
+        where = "the base" if frozen is None else frozen.path
         summary += (
             f". It names no base: peft reads folders only, and {where} came from none that "
             f"is here. Export that (moejax hf export), and write the folder into "
             f"adapter_config.json as base_model_name_or_path"
         )
     return summary
-
-
-def _base_for_peft(frozen: Source | None) -> str | None:
-    """Returns the folder of the weights that adapters were trained on; None if there is none.
-
-    peft loads folders only: for a checkpoint, the folder that it was imported from.
-    """
-    if isinstance(frozen, FolderSource):
-        return str(frozen.path.absolute())
-    folder = None if frozen is None else frozen.manifest.get("imported_from")
-    return folder if folder is not None and is_folder_of_weights(Path(folder)) else None
 
 
 def choose_family(
