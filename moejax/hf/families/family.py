@@ -20,7 +20,8 @@ def stated(settings: Settings) -> dict[str, Any]:
     Args:
       settings: all settings of the model and its experts, by dotted name.
     """
-    shared = settings["moe.num_shared_experts"]  # as wide as an expert, unless `shared_hidden` says
+    # Of an expert's width, unless `shared_hidden` says another.
+    shared = settings["moe.num_shared_experts"]
     biases = settings["model.attention_bias"]
     keys = {
         "attention_bias": biases,
@@ -272,7 +273,7 @@ def from_settings(settings: Mapping[str, Any]) -> Config:
     Raises:
       InputError: a value has a wrong type or range.
     """
-    return from_dict(settings)  # which reads dotted names as it reads groups
+    return from_dict(settings)  # which takes dotted names as well as groups
 
 
 def flat_settings(cfg: Config) -> dict[str, Any]:
