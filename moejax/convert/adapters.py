@@ -1,9 +1,7 @@
 """Exports of a run with adapters: added to the weights they were trained on, or alone for peft."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,36 +27,25 @@ def adapted_parameters(model: ModelDef) -> dict[str, str]:
     return {path: letters[path] for path in letters if f"{path}.a" in factors}
 
 
-@dataclass(frozen=True)
-class MergedWeights:
-    """Weights with their adapters added, a part at a time. Several threads may read.
+def merged_weights(saved: Saved, cfg: Config, frozen: Source) -> ReadPart:
+    """Returns a function that reads parts of a checkpoint's weights, with their adapters added.
 
-    Attributes:
-      base: reads the frozen weights.
-      run: reads the adapters and the selection biases.
-      adapted: letters of each parameter with an adapter, by path.
-      frozen: dtype of each frozen weight in the run, by path.
-      scale: scale of the adapters.
+    They are added in float32. Several threads may read.
+
+    Args:
+      frozen: the weights that the adapters were trained on; a folder is open.
     """
+    model, params, _ = describe_anywhere(cfg, adapters=True)
+    held = flat(matrices_in(cfg.lora.base_dtype, model.frozen_dims, params))
+    adapted, run = adapted_parameters(model), StoredWeights(saved.path).read
+    if isinstance(frozen, FolderSource):
+        base: ReadPart = partial(read_part, frozen.plan, frozen.folder)
+    else:
+        base = StoredWeights(frozen.path).read
 
-    base: ReadPart
-    run: ReadPart
-    adapted: dict[str, str]
-    frozen: dict[str, Any]
-    scale: float
-
-    def read(self, path: str, index: Index) -> np.ndarray:
-        """Returns a part of a parameter or selection bias; see `StoredWeights.read`."""
-        if path not in self.frozen:
-            return self.run(path, index)
-        weight = self.base(path, index).astype(self.frozen[path]).astype(np.float32)
-        if path in self.adapted:
-            weight += self.scale * self._product(path, index)
-        return weight
-
-    def _product(self, path: str, index: Index) -> np.ndarray:
+    def product(path: str, index: Index) -> np.ndarray:
         """Returns the product of the factors, at the positions of `index`."""
-        dims = self.adapted[path]
+        dims = adapted[path]
         factors = adapter_dims(dims)
         assert factors is not None, f"{path} is no matrix"
         layer = index[: len(index) - len(dims)]
@@ -66,34 +53,20 @@ class MergedWeights:
         values, letters = [], []
         for name, own in zip("ab", factors, strict=True):
             part = (*layer, *(at.get(letter, slice(None)) for letter in own))
-            values.append(self.run(f"{path}.{name}", part))
+            values.append(run(f"{path}.{name}", part))
             letters.append("".join(x for x in own if isinstance(at.get(x, slice(None)), slice)))
         out = "".join(x for x in dims if isinstance(at[x], slice))
         return np.einsum(f"{letters[0]},{letters[1]}->{out}", *values, optimize=True)
 
+    def read(path: str, index: Index) -> np.ndarray:
+        if path not in held:
+            return run(path, index)
+        weight = base(path, index).astype(held[path].dtype).astype(np.float32)
+        if path in adapted:
+            weight += cfg.lora.scale * product(path, index)
+        return weight
 
-def merged_weights(saved: Saved, cfg: Config, frozen: Source) -> MergedWeights:
-    """Returns the weights of a checkpoint with adapters, added in float32.
-
-    Args:
-      frozen: the weights that the adapters were trained on; a folder is open.
-    """
-    model, params, _ = describe_anywhere(cfg, adapters=True)
-    shapes = matrices_in(cfg.lora.base_dtype, model.frozen_dims, params)
-    return MergedWeights(
-        base=reader_of(frozen),
-        run=StoredWeights(saved.path).read,
-        adapted=adapted_parameters(model),
-        frozen={path: shape.dtype for path, shape in flat(shapes).items()},
-        scale=cfg.lora.scale,
-    )
-
-
-def reader_of(weights: Source) -> ReadPart:
-    """Returns a function that reads parts of a checkpoint's or open folder's weights."""
-    if isinstance(weights, FolderSource):
-        return partial(read_part, weights.plan, weights.folder)
-    return StoredWeights(weights.path).read
+    return read
 
 
 def write_adapters(

@@ -112,6 +112,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         return
     from moejax.convert.exporting import export_run
 
+    values = parse_overrides(overrides)
+    base = values.pop("checkpoint.init_from", None)
+    for name in values:
+        raise InputError(
+            f"`{name}` has no effect. An export reads checkpoint.init_from only. Leave it out."
+        )
     export_run(
         args.path,
         args.out,
@@ -119,16 +125,5 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         dtype=args.dtype,
         family=args.family,
         adapter=args.adapter,
-        base=_base(overrides),
+        base=base,
     )
-
-
-def _base(overrides: list[str]) -> str | None:
-    """Returns `checkpoint.init_from`, the only setting that an export reads."""
-    values = parse_overrides(overrides)
-    base = values.pop("checkpoint.init_from", None)
-    for name in values:
-        raise InputError(
-            f"`{name}` has no effect. An export reads checkpoint.init_from only. Leave it out."
-        )
-    return base

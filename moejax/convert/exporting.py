@@ -83,9 +83,13 @@ def export_run(
       InputError: for a missing or damaged checkpoint, or a model that no family holds, before
         anything is written.
     """
-    check_new_folder(out, "--out")
+    check_new_folder(out)
     with join() as processes:
-        saved = locate(str(_checkpoint_of(run, step)), "full", processes)
+        wanted = run
+        if step is not None:
+            below = run / "checkpoints"
+            wanted = (below if below.is_dir() else run) / str(step)
+        saved = locate(str(wanted), "full", processes)
         cfg, origin = from_dict(saved.manifest.get("config", {})), origin_of(saved.path)
         if adapter and cfg.lora.rank is None:
             raise InputError(
@@ -120,14 +124,19 @@ def _export_model(
         else:
             if isinstance(frozen, FolderSource):
                 stack.enter_context(frozen.folder)
-            read = merged_weights(saved, cfg, frozen).read
+            read = merged_weights(saved, cfg, frozen)
         check_biases(export.family, model, params, router_bias, read)
         beside = stack.enter_context(written_beside(out, processes))
         text = f"writing {decimal(size)} from {saved.path}"
         with bar(console, text, total_elements(files_of(files, processes))) as advance:
             write_weights(files, beside, read, processes, advance)
         if processes.first:
-            _write_small_files(beside, export, dtype)
+            texts = texts_of(saved, cfg.data, export.origin)
+            changed = special_ids(texts, export.config)
+            config = {**without_code(export.config), **changed, "torch_dtype": dtype}
+            write_whole(beside / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+            write_texts(beside, texts)
+            write_generation(beside, config, bool(changed))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     added = "" if frozen is None else f"; adapters added to {frozen.path}"
     return f"{count:,} parameters, {decimal(size)} in {counted(len(files), 'file')}{added}"
@@ -135,7 +144,13 @@ def _export_model(
 
 def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
     """Writes adapters alone, by the first process. Returns a line about them."""
-    base = _base_for_peft(export.frozen)
+    frozen, base = export.frozen, None
+    # peft loads folders only: for a checkpoint, the folder that it was imported from.
+    if isinstance(frozen, FolderSource):
+        base = str(frozen.path.absolute())
+    elif frozen is not None:
+        folder = frozen.manifest.get("imported_from")
+        base = folder if folder is not None and is_folder_of_weights(Path(folder)) else None
     with written_beside(out, processes) as beside:
         written, left_out = processes.from_first(
             lambda: write_adapters(export.saved, export.cfg, export.family, base, beside)
@@ -147,32 +162,13 @@ def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
     if left_out:
         summary += f"; left out those of multi-token prediction ({counted(left_out, 'tensor')})"
     if base is None:
-        where = "the base" if export.frozen is None else export.frozen.path
+        where = "the base" if frozen is None else frozen.path
         summary += (
             f". It names no base: peft reads folders only, and {where} came from none that "
             f"is here. Export that (moejax hf export), and write the folder into "
             f"adapter_config.json as base_model_name_or_path"
         )
     return summary
-
-
-def _base_for_peft(frozen: Source | None) -> str | None:
-    """Returns the folder of the weights that adapters were trained on; None if there is none.
-
-    peft loads folders only: for a checkpoint, the folder that it was imported from.
-    """
-    if isinstance(frozen, FolderSource):
-        return str(frozen.path.absolute())
-    folder = None if frozen is None else frozen.manifest.get("imported_from")
-    return folder if folder is not None and is_folder_of_weights(Path(folder)) else None
-
-
-def _checkpoint_of(run: Path, step: int | None) -> Path:
-    """Returns the path for `locate`: the run, or the requested step."""
-    if step is None:
-        return run
-    below = run / "checkpoints"
-    return (below if below.is_dir() else run) / str(step)
 
 
 def choose_family(
@@ -199,13 +195,3 @@ def choose_family(
         except InputError as error:
             reasons.append(f"{family.name}: {str(error).rstrip('.')}")
     raise InputError(f"no family holds this model. {'; '.join(reasons)}.")
-
-
-def _write_small_files(beside: Path, export: _Export, dtype: str) -> None:
-    """Writes the configs, tokenizer and texts."""
-    texts = texts_of(export.saved, export.cfg.data, export.origin)
-    changed = special_ids(texts, export.config)
-    config = {**without_code(export.config), **changed, "torch_dtype": dtype}
-    write_whole(beside / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    write_texts(beside, texts)
-    write_generation(beside, config, bool(changed))

@@ -66,7 +66,7 @@ def import_folder(
     Raises:
       InputError: for anything wrong with the folder, before a device is touched.
     """
-    check_new_folder(out, "--out")
+    check_new_folder(out)
     check_plain(out, f"--out {out}")
     with Folder(path) as folder:
         cfg = config_for(folder, out, overrides)

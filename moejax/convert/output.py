@@ -20,7 +20,7 @@ from moejax.runtime.processes import Processes
 from moejax.screen import text_column
 
 
-def check_new_folder(out: Path, flag: str) -> None:
+def check_new_folder(out: Path) -> None:
     """Refuses an output folder that has something in it, or cannot be made.
 
     Raises:
@@ -28,17 +28,17 @@ def check_new_folder(out: Path, flag: str) -> None:
     """
     if out.name in ("", ".."):
         raise InputError(
-            f"output has no name. {flag} is {out}. It must end in the name of a new folder. Write "
+            f"output has no name. --out is {out}. It must end in the name of a new folder. Write "
             "one."
         )
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists():
         raise InputError(
-            f"output exists. {flag} {out} is there already. Nothing is replaced unasked. Remove "
+            f"output exists. --out {out} is there already. Nothing is replaced unasked. Remove "
             "it, or name another folder."
         )
-    check_folder(out.parent, f"{flag} {out}")
+    check_folder(out.parent, f"--out {out}")
 
 
 @contextmanager

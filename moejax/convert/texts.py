@@ -72,7 +72,8 @@ def special_ids(texts: Texts, config: Mapping[str, Any]) -> dict[str, Any]:
     ends = texts.ends
     answers = [] if texts.chat is None else texts.chat.end_ids
     if texts.came or (texts.origin is not None and ends is None):
-        given = [*ids_in(config.get(EOS)), *ids_in(_generation(texts.origin).get(EOS))]
+        generation = {} if texts.origin is None else read_settings(texts.origin / GENERATION)
+        given = [*ids_in(config.get(EOS)), *ids_in(generation.get(EOS))]
         found = [*answers, *given, *(() if ends is None else (ends.eos_id,))]
         return {EOS: _one_or_all(found)} if set(found) != set(given) else {}
     # Libraries default to a family's ids, which are other tokens in this vocabulary.
@@ -111,10 +112,6 @@ def write_generation(folder: Path, config: Mapping[str, Any], changed: bool) -> 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration without keys that name files of code."""
     return {name: value for name, value in config.items() if name not in OF_CODE}
-
-
-def _generation(origin: Path | None) -> dict[str, Any]:
-    return {} if origin is None else read_settings(origin / GENERATION)
 
 
 def _one_or_all(ids: Iterable[int]) -> int | list[int]:

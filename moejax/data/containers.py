@@ -21,6 +21,7 @@ class FileSource:
         self.path, self.sidecar = path, sidecar
         self.vocab_size, self.eos_id = sidecar.vocab_size, sidecar.eos_id
         self.num_tokens = sidecar.num_tokens
+        self._dtype = np.dtype(sidecar.dtype).newbyteorder("<")
         self._marks = Marks(path, sidecar.num_tokens) if sidecar.is_marked else None
 
     @property
@@ -94,7 +95,7 @@ class BinSource(FileSource):
 
     def __init__(self, path: Path, sidecar: Sidecar):
         super().__init__(path, sidecar)
-        size, width = path.stat().st_size, np.dtype(sidecar.dtype).itemsize
+        size, width = path.stat().st_size, self._dtype.itemsize
         if size != sidecar.num_tokens * width:
             tail = f" ({size % width} bytes beyond whole tokens)" if size % width else ""
             raise InputError(
@@ -105,8 +106,7 @@ class BinSource(FileSource):
 
     @cached_property
     def _map(self) -> np.ndarray:
-        dtype = np.dtype(self.sidecar.dtype).newbyteorder("<")
-        return np.memmap(self.path, dtype=dtype, mode="r")
+        return np.memmap(self.path, dtype=self._dtype, mode="r")
 
     def _read(self, start: int, length: int) -> np.ndarray:
         return np.array(self._map[start : start + length])
@@ -126,9 +126,8 @@ class ArrayRecordSource(FileSource):
         chunk = self.sidecar.chunk_tokens
         assert chunk is not None, "checked with the sidecar"
         if not length:
-            return np.empty(0, self.sidecar.dtype)
+            return np.empty(0, self._dtype)
         first, last = start // chunk, (start + length - 1) // chunk
-        dtype = np.dtype(self.sidecar.dtype).newbyteorder("<")
         try:
             records = [self._records[i] for i in range(first, last + 1)]
         except (ValueError, RuntimeError, IndexError) as error:
@@ -137,18 +136,16 @@ class ArrayRecordSource(FileSource):
                 f"{' '.join(str(error).split())[:120]}. Every record carries a hash. Copy the file "
                 f"again, or prepare the text again."
             ) from error
+        full = chunk * self._dtype.itemsize
+        total = self.num_tokens * self._dtype.itemsize
         for number, record in enumerate(records, first):
-            self._check_record(number, record, chunk * dtype.itemsize)
-        tokens = np.frombuffer(b"".join(records), dtype)
+            # Another dtype or chunk size would make all ids wrong.
+            if len(record) != (expected := min(full, total - number * full)):
+                raise InputError(
+                    f"ArrayRecord does not fit its sidecar. {self.path}, record {number} has "
+                    f"{len(record)} bytes, dtype and chunk_tokens of the sidecar ask for "
+                    f"{expected}. They must agree. Copy both files again, or prepare the text "
+                    f"again."
+                )
+        tokens = np.frombuffer(b"".join(records), self._dtype)
         return tokens[start - first * chunk :][:length]
-
-    def _check_record(self, number: int, record: bytes, full: int) -> None:
-        """Checks a record's size: another dtype or chunk size would make all ids wrong."""
-        total = self.num_tokens * np.dtype(self.sidecar.dtype).itemsize
-        expected = min(full, total - number * full)
-        if len(record) != expected:
-            raise InputError(
-                f"ArrayRecord does not fit its sidecar. {self.path}, record {number} has "
-                f"{len(record)} bytes, dtype and chunk_tokens of the sidecar ask for {expected}. "
-                f"They must agree. Copy both files again, or prepare the text again."
-            )

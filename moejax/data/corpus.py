@@ -71,17 +71,11 @@ def baselines() -> dict[str, float]:
     """
     train, held_out = documents()
     text = b"".join(held_out)
+    seen = Counter(b"".join(train))
+    total = seen.total() + 256
+    unigram = -sum(n * log2((seen[b] + 1) / total) for b, n in Counter(text).items()) / len(text)
     return {
         "gzip -9": 8 * len(gzip.compress(text, compresslevel=9, mtime=0)) / len(text),
         "xz -9": 8 * len(lzma.compress(text, preset=9)) / len(text),
-        "a unigram model": _unigram_bits(train, text),
+        "a unigram model": unigram,
     }
-
-
-def _unigram_bits(train: tuple[bytes, ...], text: bytes) -> float:
-    """Returns the cross-entropy of `text` under byte frequencies of `train`, in bits per byte."""
-    seen: Counter[int] = Counter()
-    for document in train:
-        seen.update(document)
-    total = sum(seen.values()) + 256
-    return -sum(n * log2((seen[b] + 1) / total) for b, n in Counter(text).items()) / len(text)

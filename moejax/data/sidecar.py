@@ -126,10 +126,7 @@ def read_sidecar(path: Path) -> Sidecar:
         version = facts.get("format_version")
     # Brackets nested thousands deep end json with RecursionError.
     except (ValueError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"sidecar is damaged. {file}: {error}. It must be the JSON that moejax prepare wrote. "
-            f"Prepare the text again."
-        ) from error
+        raise _damaged(file, str(error)) from error
     if type(version) is int and version > FORMAT_VERSION:
         raise InputError(
             f"token file of a newer moejax. {file} has format {version}. This version reads up to "

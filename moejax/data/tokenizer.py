@@ -71,15 +71,13 @@ class FileTokenizer:
         # Ids may have gaps, so the bound is the largest id, not their number.
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
-        self.eos_id, self.bos_id = ends or self._find_ends(path, eos)
+        if ends is None:  # by the names in the settings beside the file
+            names = named_tokens(path)
+            eos_id = self._find_eos(path, eos, names.get("eos_token"))
+            bos_id = opening_token(self._tokenizer, names)
+            ends = Ends(eos_id, None if bos_id == eos_id else bos_id)
+        self.eos_id, self.bos_id = ends
         self.cuts = may_cut(json.loads(self._tokenizer.to_str()))
-
-    def _find_ends(self, path: Path, eos: str | None) -> Ends:
-        """Returns the tokens around a document, by their names in the settings beside the file."""
-        names = named_tokens(path)
-        eos_id = self._find_eos(path, eos, names.get("eos_token"))
-        bos_id = opening_token(self._tokenizer, names)
-        return Ends(eos_id, None if bos_id == eos_id else bos_id)
 
     def _find_eos(self, path: Path, eos: str | None, named: str | None) -> int:
         """Returns the id of the token `eos`; if it is None, of a usual or the `named` one."""

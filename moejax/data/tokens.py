@@ -33,12 +33,12 @@ class FilePart(TypedDict):
 
 @dataclass(frozen=True)
 class MemorySource:
-    """A stream held in memory; see `JoinedSource`."""
+    """A stream held in memory."""
 
     tokens: np.ndarray
-    vocab_size: int
-    eos_id: int
-    num_bytes: int | None  # of the whole text; None if unknown
+    vocab_size: int  # upper bound of ids
+    eos_id: int  # the token between documents
+    target_bytes: int | None  # of the text that the targets spell; None if unknown
 
     @property
     def num_tokens(self) -> int:
@@ -47,13 +47,8 @@ class MemorySource:
 
     @property
     def num_targets(self) -> int:
-        """Every token after the first."""
+        """Number of tokens that are predicted: every one after the first."""
         return len(self.tokens) - 1
-
-    @property
-    def target_bytes(self) -> int | None:
-        """Bytes of the whole text."""
-        return self.num_bytes
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start .. start + length - 1, int32."""
@@ -81,12 +76,7 @@ def from_documents(documents: Sequence[bytes]) -> MemorySource:
 class JoinedSource:
     """Several sources of one vocabulary, read as one stream.
 
-    Attributes:
-      vocab_size: upper bound of ids.
-      eos_id: the token between documents.
-      num_tokens: length of the stream.
-      num_targets: number of tokens that are predicted.
-      target_bytes: bytes of the text that the targets spell; None if unknown.
+    It has the attributes of `MemorySource`, but `tokens`.
     """
 
     def __init__(self, sources: Sequence[FileSource]):
@@ -102,8 +92,7 @@ class JoinedSource:
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Returns tokens start .. start + length - 1, int32, across files if necessary."""
-        parts = [source.read(first, take) for source, first, take in self._across(start, length)]
-        return np.concatenate([np.empty(0, np.int32), *parts])
+        return self.stretch(start, length).token_N
 
     def stretch(self, start: int, length: int) -> Stretch:
         """Returns the same tokens, with the targets and the first tokens of documents marked."""

@@ -102,17 +102,13 @@ def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
 
 
 def on_all_devices(cfg: Config, num_devices: int) -> Config:
-    """Returns a config on all devices, if it names no axis of a mesh, as imported ones do."""
+    """Returns a config on all devices, if it names no axis of a mesh, as imported ones do.
+
+    Experts are spread first, then the width; devices that neither can use hold copies. A config
+    that fits on no such mesh is returned as it is.
+    """
     if any(get_value(cfg, name) != fields()[name].default for name in MESH):
         return cfg
-    return _spread(cfg, num_devices) or cfg
-
-
-def _spread(cfg: Config, num_devices: int) -> Config | None:
-    """Returns a config on a mesh of `num_devices` devices; None if it fits none.
-
-    Experts are spread first, then the width; devices that neither can use hold copies.
-    """
     sizes = [size for size in range(num_devices, 0, -1) if num_devices % size == 0]
     meshes = [
         replace(cfg.mesh, replica=num_devices // expert // fsdp, fsdp=fsdp, expert=expert)
@@ -121,7 +117,7 @@ def _spread(cfg: Config, num_devices: int) -> Config | None:
         if num_devices % (expert * fsdp) == 0
     ]
     fitting = [found for mesh in meshes if _fits(found := replace(cfg, mesh=mesh))]
-    return max(fitting, key=lambda c: (c.mesh.fsdp * c.mesh.expert, c.mesh.expert), default=None)
+    return max(fitting, key=lambda c: (c.mesh.fsdp * c.mesh.expert, c.mesh.expert), default=cfg)
 
 
 def _fits(cfg: Config) -> bool:

@@ -48,12 +48,6 @@ docs/formats/eval.md. Exit codes: 0 done, 2 bad input, 130 stopped.
 """
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Splits the command line into flags and `--config.a.b=value` overrides."""
-    rest, overrides = split_overrides(argv)
-    return parser().parse_args(rest), overrides
-
-
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     command = Parser(
@@ -83,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
-    args, overrides = parse(sys.argv[1:] if argv is None else argv)
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(rest)
 
     def run() -> None:
         with join() as processes:

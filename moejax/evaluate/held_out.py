@@ -56,8 +56,7 @@ def open_held_out(
 
     Args:
       text_field: field of the text; of texts alone, as the next two are.
-      tokenizer: a tokenizer.json; None for the model's own.
-      eos: token that ends a document in it; None for a usual one.
+      tokenizer, eos: see `open_tokenizer`.
     Raises:
       InputError: if there is nothing to score, or it does not fit the model.
     """

@@ -22,7 +22,12 @@ def read_config(path: Path, keys: Mapping[str, Any]) -> tuple[Family, Config]:
       InputError: names the key that cannot be computed here.
     """
     try:
-        _check_layers(keys.get("num_hidden_layers"))
+        layers, most = keys.get("num_hidden_layers"), find_field("model.num_layers").at_most
+        # A list of so many layers would fill the memory.
+        if isinstance(layers, int) and most is not None and layers > most:
+            raise InputError(
+                f"`num_hidden_layers` is {short(layers)}. It may be {most:g}. Correct config.json."
+            )
         family = family_of(keys)
         return family, from_settings(family.read(keys))
     except InputError as error:
@@ -32,15 +37,6 @@ def read_config(path: Path, keys: Mapping[str, Any]) -> tuple[Family, Config]:
 def config_of(folder: Folder) -> Config:
     """Returns the settings of a folder's `config.json`; see `read_config`."""
     return read_config(folder.path / CONFIG, folder.config)[1]
-
-
-def _check_layers(number: object) -> None:
-    """Refuses a number of layers so large that a list of layers would fill the memory."""
-    most = find_field("model.num_layers").at_most
-    if isinstance(number, int) and most is not None and number > most:
-        raise InputError(
-            f"`num_hidden_layers` is {short(number)}. It may be {most:g}. Correct config.json."
-        )
 
 
 IMPORT_FIRST = (

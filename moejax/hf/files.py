@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -100,11 +100,6 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
         return dict(_read_header(_confined(folder, SINGLE)))
     if index.is_file():
         return _read_sharded(folder, read_json(index, INDEX_BYTES))
-    _refuse_other(folder)
-
-
-def _refuse_other(folder: Path) -> NoReturn:
-    """Raises InputError about the files found in place of weights."""
     names = sorted(path.name for path in folder.iterdir())
     pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -50,16 +50,11 @@ class LoadPlan:
     parameters: Mapping[str, Parameter]
     tensors: Mapping[tuple[str, int | None], list[Tensor]]
     zeros: frozenset[str]
-    left_out: Mapping[str, list[str]] = field(default_factory=dict)
+    left_out: Mapping[str, list[str]]
 
 
 def parameters_of(model: ModelDef, params: Tree, router_bias: Tree) -> dict[str, Parameter]:
-    """Returns a model's parameters and selection biases by path.
-
-    Args:
-      params: shapes of parameters.
-      router_bias: shapes of selection biases.
-    """
+    """Returns a model's parameters and selection biases by path, given their shapes."""
     dims = dict(zip(flat(params), jax.tree.leaves(model.dims), strict=True))
     dims |= dict.fromkeys(flat(router_bias), "E")
     leaves = {**flat(params), **flat(router_bias)}

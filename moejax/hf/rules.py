@@ -112,10 +112,8 @@ def tensors_of(
     parameters: Mapping[str, Parameter],
     model: ModelConfig,
 ) -> list[Tensor]:
-    """Returns all tensors of a model, in the order of its layers.
+    """Returns all tensors of a model, in the order of its layers, from its parameters by path.
 
-    Args:
-      parameters: parameters by path.
     Raises:
       InputError: if no rule holds some parameter.
     """

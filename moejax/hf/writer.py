@@ -181,7 +181,10 @@ def write_weights(
             progress(place.tensor.view.elements)
     processes.gather("written")
     if processes.first and len(files) > 1:
-        _write_index(files, folder)
+        where = {place.tensor.name: file.name for file in files for place in file.placed}
+        index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": where}
+        with writing(folder / INDEX):
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _bytes_held(job: tuple["_Output", Placed]) -> int:
@@ -227,14 +230,6 @@ def _write_all(file: int, data: Any, offset: int) -> None:
     while view:
         count = os.pwrite(file, view, offset)
         view, offset = view[count:], offset + count
-
-
-def _write_index(files: Sequence[OutFile], folder: Path) -> None:
-    where = {place.tensor.name: file.name for file in files for place in file.placed}
-    total = sum(file.placed[-1].stop for file in files)
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    with writing(folder / INDEX):
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def total_elements(files: Sequence[OutFile]) -> int:

@@ -43,12 +43,6 @@ class Text(NamedTuple):
     ids: list[int]
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Splits the command line into flags and `--config.a.b=value` overrides."""
-    rest, overrides = split_overrides(argv)
-    return parser().parse_args(rest), overrides
-
-
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     command = Parser(
@@ -88,7 +82,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
-    args, overrides = parse(sys.argv[1:] if argv is None else argv)
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(rest)
 
     def run() -> None:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)

@@ -74,7 +74,10 @@ def draw(
         scaled_BV = jnp.where(kept(scaled_BV, sampling.top_k, sampling.top_p), scaled_BV, -jnp.inf)
         # The largest of logits and Gumbel noise is a draw from their softmax.
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logit_BV.shape[1:]))
-        logit_BV = scaled_BV + noise(_keys(sampling.seed, row_B, position_B))
+        seeded = jax.random.key(sampling.seed)
+        fold_in = jax.random.fold_in
+        keys_B = jax.vmap(lambda r, p: fold_in(fold_in(seeded, r), p))(row_B, position_B)
+        logit_BV = scaled_BV + noise(keys_B)
     token_B = jnp.argmax(logit_BV, axis=1).astype(jnp.int32)
     return jnp.where(finite_B, token_B, NOT_FINITE)
 
@@ -97,11 +100,3 @@ def kept(logit_BV: Float[Array, "B V"], top_k: int | None, top_p: float) -> Bool
     keep_BV = within_V & (before_BV < (top_p if top_p < 1 else jnp.inf))
     place_BV = jnp.argsort(order_BV, axis=1)
     return jnp.take_along_axis(keep_BV, place_BV, axis=1)
-
-
-def _keys(seed: int, row_B: jax.Array, position_B: jax.Array) -> jax.Array:
-    """A key for each row and position."""
-    seeded = jax.random.key(seed)
-    return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(seeded, r), p))(
-        row_B, position_B
-    )

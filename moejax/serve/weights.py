@@ -16,12 +16,9 @@ from moejax.step.train_step import TrainStep
 
 
 def separate(state: TrainState, stored: TrainStep) -> TrainState:
-    """Returns the state with each layer apart; deletes its arrays.
+    """Returns a state of `stored` with each layer apart; deletes its arrays.
 
     Adapters are not merged into their weights, so that texts come from the run's arithmetic.
-
-    Args:
-      state: state of `stored`.
     """
     frozen = None if state.frozen is None else _apart(_narrowed(state.frozen, stored), stored)
     return state._replace(

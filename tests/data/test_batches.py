@@ -17,12 +17,12 @@ GOLDEN_ORDER = [7, 1, 0, 3, 4, 2, 5, 6, 6, 0, 4, 2, 7, 3, 1, 5]
 def _count_up(num_tokens):
     """A stream whose ids are their own positions."""
     ids = np.arange(num_tokens, dtype=np.uint32)
-    return tokens.MemorySource(ids, vocab_size=num_tokens + 1, eos_id=num_tokens, num_bytes=None)
+    return tokens.MemorySource(ids, vocab_size=num_tokens + 1, eos_id=num_tokens, target_bytes=None)
 
 
 def _digits(text):
     ids = np.array([int(c) for c in text], np.uint32)
-    return tokens.MemorySource(ids, vocab_size=10, eos_id=EOS, num_bytes=None)
+    return tokens.MemorySource(ids, vocab_size=10, eos_id=EOS, target_bytes=None)
 
 
 def _batches(source, *, T=4, B=2, **changes):

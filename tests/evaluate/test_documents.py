@@ -1,12 +1,10 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.data.batches import eval_batches
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.data.tokens import from_documents, open_files
-from moejax.evaluate import documents
 from moejax.evaluate.documents import scores, sum_documents
 from tests.data.token_files import write_marked, write_text
 
@@ -26,12 +24,9 @@ def score_all(source, tokenizer=None, known=None):
     return scores(source, sum_documents(source, nats_of(source), T * B), tokenizer, known)
 
 
-@given(st.lists(st.binary(max_size=12), min_size=1, max_size=9), st.integers(1, 40))
-def test_every_target_counts_for_the_document_that_predicts_it(texts, stretch):
-    source = from_documents(texts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "STRETCH", stretch)
-        found = score_all(source, ByteTokenizer())
+@given(st.lists(st.binary(max_size=12), min_size=1, max_size=9))
+def test_every_target_counts_for_the_document_that_predicts_it(texts):
+    found = score_all(from_documents(texts), ByteTokenizer())
     ends = np.cumsum([len(text) + 1 for text in texts])
     assert [score.name for score in found] == [f"document {i}" for i in range(len(texts))]
     assert [score.tokens for score in found] == [len(text) + 1 for text in texts]

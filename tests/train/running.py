@@ -82,7 +82,7 @@ def initial_state(step=0, skipped=0):
 def stream(length, num_bytes=None):
     """A stream of tokens that differ from their neighbours."""
     tokens = (np.arange(length) * 7 % 60).astype(np.uint32)
-    return MemorySource(tokens, vocab_size=63, eos_id=62, num_bytes=num_bytes)
+    return MemorySource(tokens, vocab_size=63, eos_id=62, target_bytes=num_bytes)
 
 
 def build_run(cfg: Config, folder: Path, *, held_out=None, **programs):

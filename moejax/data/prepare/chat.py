@@ -36,7 +36,12 @@ class ChatReader:
         self._template = load_template(tokenizer, named, self._day)
         encoder = ControlEncoder(tokenizer)
         self._encoder = ChatEncoder(self._template, encoder, args.answers or ANSWERS[0])
-        self.form = form_of(self._template, encoder)
+        try:
+            ends = sorted(ends_of_answers(self._template, encoder))
+        except BadRowError:  # It takes other conversations than one question and its answer.
+            ends = []
+        # A model's texts get this form.
+        self.form = ChatForm(self._template.source, self._template.variables, ends)
 
     def read(self, files: list[Path], skipped: Skipped) -> Iterator[MarkedDocument]:
         """Yields the conversations of all files.
@@ -64,15 +69,6 @@ class ChatReader:
         if self._template.is_dated and self._day is None:
             notes.append(f"{name} writes today's date: --date gives the same files on every day")
         return notes
-
-
-def form_of(template: ChatTemplate, encoder: ControlEncoder) -> ChatForm:
-    """Returns what token files remember of a template, so that a model's texts get its form."""
-    try:
-        ends = sorted(ends_of_answers(template, encoder))
-    except BadRowError:  # It takes other conversations than one question and its answer.
-        ends = []
-    return ChatForm(template.source, template.variables, ends)
 
 
 def ends_of_answers(template: ChatTemplate, encoder: ControlEncoder) -> frozenset[int]:

@@ -42,7 +42,7 @@ class ChatTemplate:
     Attributes:
       name: its origin, for messages.
       source: its text.
-      variables: texts of control tokens by the names that it may write.
+      variables: texts of control tokens by the names that it may write, such as bos_token.
       is_dated: whether it writes a date.
       is_tagged: whether tags say what the assistant wrote; else it is found by rendering prefixes.
     """
@@ -54,13 +54,8 @@ class ChatTemplate:
         variables: dict[str, str] | None = None,
         today: datetime | None = None,
     ):
-        """Takes a template.
+        """Takes a template, and the day that it may write; None for the day on which it runs.
 
-        Args:
-          source: its text.
-          name: its origin, for messages.
-          variables: names of control tokens, such as bos_token.
-          today: the day that it may write; None for the day on which it runs.
         Raises:
           InputError: if transformers is missing, or the day cannot be written.
         """

@@ -53,28 +53,18 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(args: argparse.Namespace, console: Console) -> None:
     """Writes the token files that the command line asks for."""
     _check_arguments(args)
-    if args.eval_fraction is not None and not 0 <= args.eval_fraction < 1:
-        raise InputError(
-            f"`--eval-fraction` is out of range. Got {args.eval_fraction}. It must be at least 0 "
-            f"and below 1. Use 0.01 to hold one part in a hundred out."
-        )
     _check_output(args)
     with tempfile.TemporaryDirectory(prefix="moejax-") as scratch:
-        stdin_format, endings = args.stdin_format or "text", tuple(args.ending)
-        files = find_inputs(args.files, Path(scratch), stdin_format, endings)
-        _prepare_files(args, files, console)
-
-
-def _prepare_files(args: argparse.Namespace, files: InputFiles, console: Console) -> None:
-    """Writes the token files of the files that were found."""
-    tokenizer: Tokenizer = ByteTokenizer()
-    if args.tokenizer is not None:
-        tokenizer = FileTokenizer(Path(args.tokenizer), args.eos)
-    fraction = DEFAULT_FRACTION if args.eval_fraction is None else args.eval_fraction
-    try:
-        notes = _write_splits(args, files, tokenizer, Split(fraction), console)
-    except _ShareMissedError as missed:
-        notes = _write_splits(args, files, tokenizer, missed.nearer, console)
+        stdin_format = args.stdin_format or "text"
+        files = find_inputs(args.files, Path(scratch), stdin_format, args.ending)
+        tokenizer: Tokenizer = ByteTokenizer()
+        if args.tokenizer is not None:
+            tokenizer = FileTokenizer(Path(args.tokenizer), args.eos)
+        fraction = DEFAULT_FRACTION if args.eval_fraction is None else args.eval_fraction
+        try:
+            notes = _write_splits(args, files, tokenizer, Split(fraction), console)
+        except _ShareMissedError as missed:
+            notes = _write_splits(args, files, tokenizer, missed.nearer, console)
     if files.num_left_out:
         notes.append(f"files left out, for their endings: {files.num_left_out:,}")
     for note in notes:
@@ -209,6 +199,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise InputError(
             f"`--text-field` has no effect. Got {args.text_field!r} with --chat. Conversations "
             f"have fields of fixed names. Leave it out."
+        )
+    if args.eval_fraction is not None and not 0 <= args.eval_fraction < 1:
+        raise InputError(
+            f"`--eval-fraction` is out of range. Got {args.eval_fraction}. It must be at least 0 "
+            f"and below 1. Use 0.01 to hold one part in a hundred out."
         )
 
 

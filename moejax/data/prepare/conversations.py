@@ -35,14 +35,12 @@ class Conversation:
 
     def answers(self) -> list[int]:
         """Returns the indices of the assistant's messages behind those that are given."""
-        return [i for i in self._of_assistant() if i >= self.given]
+        roles = [message["role"] for message in self.messages]
+        return [i for i, role in enumerate(roles) if role == "assistant" and i >= self.given]
 
     def has_given_answers(self) -> bool:
         """Whether there are messages of the assistant that are context."""
-        return len(self.answers()) < len(self._of_assistant())
-
-    def _of_assistant(self) -> list[int]:
-        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return any(message["role"] == "assistant" for message in self.messages[: self.given])
 
     def arguments(self) -> list[dict[str, Any]]:
         """Returns the arguments of all calls of tools."""

@@ -2,7 +2,6 @@
 
 import codecs
 import hashlib
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -70,8 +69,15 @@ class TextFile:
 
     def _raw(self) -> Iterator[bytes]:
         """Yields the document's bytes, in parts."""
+        start, stop, position = self._start, self._stop, 0
         with open_bytes(self._path) as opened:
-            yield from _limited(opened, self._start, self._stop)
+            while raw := opened.read(PIECE):
+                first, position = position, position + len(raw)
+                last = None if stop is None else max(stop - first, 0)
+                if kept := raw[max(start - first, 0) : last]:
+                    yield kept
+                if stop is not None and position >= stop:
+                    return
 
     def pieces(self) -> Iterator[str]:
         """The text, in parts.
@@ -98,17 +104,6 @@ class TextFile:
 
 
 AnyDocument = Document | TextFile
-
-
-def _limited(opened: io.BufferedReader, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yields bytes from `start` up to `stop`, in parts."""
-    position = 0
-    while raw := opened.read(PIECE):
-        first, position = position, position + len(raw)
-        if kept := raw[max(start - first, 0) : None if stop is None else max(stop - first, 0)]:
-            yield kept
-        if stop is not None and position >= stop:
-            return
 
 
 def halves(path: Path, fraction: float) -> list[TextFile]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from moejax.data.marks import MarkedDocument, marks_of
 from moejax.data.prepare.documents import AnyDocument
-from moejax.data.sidecar import BEGUN, FIELDS_OF, MARKED, UNMARKED, ChatForm, Sidecar, sidecar_of
+from moejax.data.sidecar import BEGUN, MARKED, UNMARKED, ChatForm, Sidecar, sidecar_of
 from moejax.data.tokenizer import Tokenizer, digest
 from moejax.errors import InputError
 
@@ -95,13 +95,6 @@ class BinWriter:
         version = UNMARKED if self._marks is None else MARKED
         if self.chat is not None or self.bos_id is not None:
             version = BEGUN
-        held = {
-            "marks_sha256": marks_sha256,
-            "num_targets": self.num_targets,
-            "target_bytes": self.num_bytes if self._marks is None else self.target_bytes,
-            "bos_id": self.bos_id,
-            "chat": self.chat,
-        }
         sidecar = Sidecar(
             format_version=version,
             format=self.format,
@@ -115,7 +108,11 @@ class BinWriter:
             tokenizer=self.tokenizer_name,
             tokenizer_sha256=self.tokenizer_sha256,
             chunk_tokens=CHUNK_TOKENS if self.format == "array_record" else None,
-            **{name: held[name] for name in FIELDS_OF[version]},
+            marks_sha256=marks_sha256,
+            num_targets=self.num_targets,
+            target_bytes=self.num_bytes if self._marks is None else self.target_bytes,
+            bos_id=self.bos_id,
+            chat=self.chat,
         )
         sidecar_of(self.path).unlink(missing_ok=True)
         self.partial.replace(self.path)

@@ -20,47 +20,41 @@ def stated(settings: Settings) -> dict[str, Any]:
     Args:
       settings: all settings of the model and its experts, by dotted name.
     """
-
-    def model(name: str) -> Any:
-        return settings[f"model.{name}"]
-
-    def moe(name: str) -> Any:
-        return settings[f"moe.{name}"]
-
-    shared = moe("num_shared_experts")  # of an expert's width, unless `shared_hidden` says another
-    biases = model("attention_bias")
+    # Of an expert's width, unless `shared_hidden` says another.
+    shared = settings["moe.num_shared_experts"]
+    biases = settings["model.attention_bias"]
     keys = {
         "attention_bias": biases,
         "qkv_bias": biases,
         "mlp_bias": False,
         "clip_qkv": None,
         "hidden_activation": "silu",
-        "use_qk_norm": model("qk_norm") != "none",
-        "use_sliding_window": model("sliding_window") is not None,
-        "sliding_window": model("sliding_window"),
-        "num_experts": moe("num_experts"),
-        "num_local_experts": moe("num_experts"),
-        "n_routed_experts": moe("num_experts"),
-        "moe_intermediate_size": moe("expert_hidden"),
+        "use_qk_norm": settings["model.qk_norm"] != "none",
+        "use_sliding_window": settings["model.sliding_window"] is not None,
+        "sliding_window": settings["model.sliding_window"],
+        "num_experts": settings["moe.num_experts"],
+        "num_local_experts": settings["moe.num_experts"],
+        "n_routed_experts": settings["moe.num_experts"],
+        "moe_intermediate_size": settings["moe.expert_hidden"],
         "n_shared_experts": shared,
         "num_shared_experts": shared,
         "shared_expert_intermediate_size": shared_width(settings),
-        "norm_topk_prob": moe("router.renormalize"),
-        "scoring_func": moe("router.score"),
-        "routed_scaling_factor": moe("router.weight_scale"),
-        "n_group": moe("router.num_groups"),
-        "topk_group": moe("router.groups_per_token"),
+        "norm_topk_prob": settings["moe.router.renormalize"],
+        "scoring_func": settings["moe.router.score"],
+        "routed_scaling_factor": settings["moe.router.weight_scale"],
+        "n_group": settings["moe.router.num_groups"],
+        "topk_group": settings["moe.router.groups_per_token"],
         "router_jitter_noise": 0.0,
         "num_nextn_predict_layers": 0,
         "num_mtp_layers": 0,
     }
-    if not model("layer_mlps") and model("moe_every") == 1:
-        keys |= {"first_k_dense_replace": model("first_dense_layers"), "moe_layer_freq": 1}
+    if not settings["model.layer_mlps"] and settings["model.moe_every"] == 1:
+        keys |= {"first_k_dense_replace": settings["model.first_dense_layers"], "moe_layer_freq": 1}
         keys["decoder_sparse_step"] = 1
-        keys["mlp_only_layers"] = list(range(model("first_dense_layers")))
-    if model("attention") != "latent":
-        head = model("head_width")
-        keys["partial_rotary_factor"] = (model("rope_width") or head) / head
+        keys["mlp_only_layers"] = list(range(settings["model.first_dense_layers"]))
+    if settings["model.attention"] != "latent":
+        head = settings["model.head_width"]
+        keys["partial_rotary_factor"] = (settings["model.rope_width"] or head) / head
     return keys
 
 
@@ -279,14 +273,7 @@ def from_settings(settings: Mapping[str, Any]) -> Config:
     Raises:
       InputError: a value has a wrong type or range.
     """
-    nested: dict[str, Any] = {}
-    for name, value in settings.items():
-        *groups, last = name.split(".")
-        place = nested
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = value
-    return from_dict(nested)
+    return from_dict(settings)  # which takes dotted names as well as groups
 
 
 def flat_settings(cfg: Config) -> dict[str, Any]:
