@@ -100,9 +100,12 @@ def group(name: str, results: dict[str, Any]) -> list[str]:
         "odd": "Odd shapes: models and devices that no price knew",
         "like": "Shapes with the ratios of large models on large clusters",
     }
+    dates = ", ".join(sorted({one["date"] for one in results.values()}))
+    taken = {row["rule"] for one in results.values() for row in one["rows"]} - {None}
     lines = [
         f"{title[name]}:",
         "",
+        *([f"Measured {dates}; of the rules of thumb EP alone.", ""] if taken == {"EP"} else []),
         "| set-up | plans | regret | Kendall | of pairs apart | left out | raw | "
         "best rule of thumb | rule / chosen | rule / best without codecs | search (s) |",
         "|---|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|",
