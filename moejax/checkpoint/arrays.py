@@ -118,18 +118,11 @@ class PieceWriter:
 
     def create(self, array: NewArray) -> None:
         """Writes an array's shape and dtype. Only one process calls it."""
-        spec = ts.Spec(self._spec(array))
-        ts.open(spec, create=True, context=self._context, transaction=self._transaction).result()
+        self._open(array, create=True)
 
     def write(self, array: NewArray, part: Bounds, values: np.ndarray) -> None:
         """Writes a piece, maybe later: its values must not change."""
-        opened = ts.open(
-            ts.Spec(self._spec(array)),
-            open=True,
-            assume_metadata=True,
-            context=self._context,
-            transaction=self._transaction,
-        ).result()
+        opened = self._open(array, open=True, assume_metadata=True)
         place = tuple(slice(*bounds) for bounds in part)
         opened[place].write(values, can_reference_source_data_indefinitely=True).copy.result()
         self._held += values.nbytes
@@ -137,14 +130,17 @@ class PieceWriter:
             self._transaction.commit_async().result()
             self._transaction, self._held = ts.Transaction(atomic=True), 0
 
-    def _spec(self, array: NewArray) -> dict[str, Any]:
-        return {
+    def _open(self, array: NewArray, **how: Any) -> ts.TensorStore:
+        spec = {
             "driver": "zarr",
             "kvstore": {**self._store, "path": f"{array.key}/"},
             "metadata": {"shape": array.shape, "chunks": array.piece, "compressor": None},
             "dtype": array.dtype,
             "store_data_equal_to_fill_value": True,
         }
+        return ts.open(
+            ts.Spec(spec), context=self._context, transaction=self._transaction, **how
+        ).result()
 
 
 def check_written(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

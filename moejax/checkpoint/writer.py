@@ -105,15 +105,9 @@ def prune(directory: Path, keep: int) -> None:
             # Not through Orbax's manager: its delete waits for the other processes on a device,
             # where their steps are under way.
             shutil.rmtree(path)
-        elif _is_whole(path):
-            whole += 1
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return find_damage(path, read_manifest(path), "size") is None
-    except InputError:
-        return False
+        else:
+            with suppress(InputError):
+                whole += find_damage(path, read_manifest(path), "size") is None
 
 
 # A year: `watchdog.save_s` says how long a save may take. Orbax would end one after 20 minutes, and

@@ -25,6 +25,7 @@ from moejax.config.checks.paths import check_folder, check_places
 from moejax.config.checks.planned import is_planned
 from moejax.config.load import diff, from_dict, to_dict
 from moejax.config.schema import Config
+from moejax.data.skipped import SkippedData
 from moejax.data.sources import Content
 from moejax.errors import InputError, NoMeshError
 from moejax.runtime.assignment import changes_hosts
@@ -36,14 +37,11 @@ from moejax.step.train_step import TrainStep
 from moejax.train.inputs import Inputs
 from moejax.train.records.metrics import EVALUATED, held_out_text
 from moejax.train.records.skipped_data import (
-    FILE,
     is_abandoned,
     known_skipped,
     quarantine_abandoned,
     read_skipped,
-    to_json,
 )
-from moejax.train.records.skipped_data import from_json as skipped_from_json
 
 
 def check_simulated_devices(cfg: Config) -> None:
@@ -195,8 +193,8 @@ def restore_skipped(inputs: Inputs, saved: Saved | None, processes: Processes) -
       InputError: in all processes, if their lists contradict each other, or the data is too short.
     """
     run_dir = Path(inputs.cfg.run_dir)
-    listed = processes.from_first(lambda: to_json(known_skipped(run_dir, saved)))
-    inputs.skipped = skipped_from_json(listed, run_dir / FILE)
+    listed = processes.from_first(lambda: known_skipped(run_dir, saved))
+    inputs.skipped = [SkippedData(*entry) for entry in listed]
     inputs.check_enough()
     return [
         f"the run went back to step {after}: the next {skip} batches are left out"
