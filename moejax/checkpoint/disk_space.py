@@ -69,11 +69,7 @@ def _not_writable(directory: Path, step: int, seen: str) -> NotWritableError:
 
 
 def check_writable(directory: Path, processes: Processes) -> None:
-    """Checks that every process can write a file where checkpoints go, and sync it.
-
-    Raises:
-      InputError: in all processes.
-    """
+    """Raises InputError, in all processes, if one cannot write and sync a file there."""
 
     def write() -> None:
         try:

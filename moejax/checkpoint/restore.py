@@ -73,7 +73,9 @@ def resume(
         state = _read(train_step, saved, console)
         wrong = wrong_numbers(saved.manifest, arrays_of(state), processes)
         if wrong is None:
-            return Resumed(_with_reduction(state, train_step), saved.manifest)
+            if state.reduction is None:
+                state = state._replace(reduction=train_step.first_reduction())
+            return Resumed(state, saved.manifest)
         jax.tree.map(lambda x: x.delete(), state)
         notes = quarantine(
             saved.path, f"its numbers are not those that were saved: {wrong}", processes
@@ -101,9 +103,3 @@ def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:
             soft_wrap=True,
         )
     return restore_state(saved, train_step.abstract, reduction=valid)
-
-
-def _with_reduction(state: TrainState, train_step: TrainStep) -> TrainState:
-    if state.reduction is not None:
-        return state
-    return state._replace(reduction=train_step.first_reduction())

@@ -160,10 +160,9 @@ def _check(
 
 
 def _check_mesh(cfg: Config, saved: Saved) -> None:
-    """Checks that the mesh is the checkpoint's, as far as the mesh is known.
+    """Raises InputError if the mesh, as far as it is known, is not the checkpoint's.
 
-    Raises:
-      InputError: if it is another: sums over other devices have other last bits.
+    Sums over other devices have other last bits.
     """
     known = {
         "stage": 1,
@@ -202,11 +201,7 @@ def _restore(
     console: Console,
     processes: Processes,
 ) -> TrainState:
-    """Returns the state of a checkpoint.
-
-    Raises:
-      InputError: if it is damaged.
-    """
+    """Returns the state of a checkpoint; InputError if it is damaged."""
     valid = same_reduction(saved.manifest, train_step)
     state = restore_state(saved, train_step.abstract, reduction=valid)
     wrong = wrong_numbers(saved.manifest, arrays_of(state), processes)

@@ -45,22 +45,14 @@ from moejax.train.records.skipped_data import (
 
 
 def check_simulated_devices(cfg: Config) -> None:
-    """Checks that processes can share the simulated devices and nodes.
-
-    Raises:
-      InputError: in every process, before they meet.
-    """
+    """Raises InputError, before processes meet, if they cannot share simulated devices or nodes."""
     total = cfg.mesh.simulated_devices
     if total is not None and simulated_here(cfg.mesh) is not None and not is_planned(cfg):
         resolve_mesh(cfg, total, "cpu", processes=find_rank().count)
 
 
 def check_has_base(cfg: Config) -> None:
-    """Checks that a run with adapters names the weights that they adapt.
-
-    Raises:
-      InputError: if none are named.
-    """
+    """Raises InputError if a run with adapters does not name the weights that they adapt."""
     if cfg.lora.rank is not None and cfg.checkpoint.init_from is None:
         raise InputError(
             f"`lora.rank` is {cfg.lora.rank}, and `checkpoint.init_from` is none. Adapters are "
@@ -69,12 +61,9 @@ def check_has_base(cfg: Config) -> None:
 
 
 def check_keep(cfg: Config) -> None:
-    """Checks that a run keeps a checkpoint to fall back to.
+    """Raises InputError if a run keeps less than 2 checkpoints: none to fall back to.
 
     The setting itself allows 1, because configs of older runs may have it.
-
-    Raises:
-      InputError: if `checkpoint.keep` is below 2.
     """
     if cfg.checkpoint.keep < 2:
         raise InputError(
@@ -103,11 +92,7 @@ def check_paths(cfg: Config) -> None:
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:
-    """Checks that all processes were started with the same settings.
-
-    Raises:
-      InputError: in all of them.
-    """
+    """Raises InputError, in all processes, if they were started with different settings."""
     for index, config in enumerate(processes.gather(to_dict(cfg))):
         if changes := diff(from_dict(config), cfg):
             listed = ", ".join(f"{name}: {theirs} and {ours}" for name, theirs, ours in changes)

@@ -190,11 +190,7 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
 
 
 def compare(run: Run, step: int, state: TrainState) -> None:
-    """Compares the copies of the state on different devices.
-
-    Raises:
-      ReplicasError: if some differ; it names the devices.
-    """
+    """Raises ReplicasError, and records it, if copies of the state on different devices differ."""
     try:
         check_replicas(arrays_of(state), step, run.processes)
     except ReplicasError as error:

@@ -111,9 +111,11 @@ class StepCheck:
         before, self._skipped = self._skipped, int(metrics.skipped)
         self._skipped_in_a_row = 0 if self._skipped == before else self._skipped_in_a_row + 1
         if self._skipped_in_a_row:
-            measured = float(metrics.loss), float(metrics.gradient_norm)
-            skipped = Skipped(step, *measured, self._skipped_in_a_row)
-            self._report_skipped(skipped)
+            loss, norm = float(metrics.loss), float(metrics.gradient_norm)
+            skipped = Skipped(step, loss, norm, self._skipped_in_a_row)
+            self._run.records.event("skipped", step, loss=loss, gradient_norm=norm)
+            if skipped.in_a_row == 1:
+                self._run.display.note(f"warning: update of step {step} skipped: {skipped.reason}")
             if skipped.in_a_row == self._run.cfg.train.max_skipped:
                 self._go_back_or_end(skipped)
         elif has_targets(metrics):
@@ -123,12 +125,6 @@ class StepCheck:
 
     def _rollbacks_left(self) -> int:
         return self._run.cfg.train.rollbacks - len(self._run.inputs.skipped)
-
-    def _report_skipped(self, skipped: Skipped) -> None:
-        step, loss, norm, in_a_row = skipped
-        self._run.records.event("skipped", step, loss=loss, gradient_norm=norm)
-        if in_a_row == 1:
-            self._run.display.note(f"warning: update of step {step} skipped: {skipped.reason}")
 
     def _go_back_or_end(self, skipped: Skipped) -> None:
         first = skipped.step - skipped.in_a_row + 1
