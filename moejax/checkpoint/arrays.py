@@ -47,12 +47,7 @@ def apart(key: str, ndim: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class NewArray:
-    """An array that is written in pieces.
-
-    Attributes:
-      key: its key in the item.
-      dtype: name of its dtype.
-    """
+    """An array that is written in pieces: its key in the item, shape, and name of its dtype."""
 
     key: str
     shape: tuple[int, ...]

@@ -59,9 +59,7 @@ def commit(step: Path, facts: Mapping[str, Any], sums: DeviceSums, processes: Pr
     Orbax's own commit, which renames the step's directory, comes before it.
 
     Args:
-      step: its directory.
       facts: entries of the manifest.
-      sums: sums of the saved state's numbers.
     Raises:
       OtherProcessError: in process 0, if another process failed.
     """
@@ -374,7 +372,6 @@ def save_written(
 
     Args:
       step: its directory, named by the step's number; made here.
-      items: arrays by item.
       stores: directory of the output of `PieceWriter`: a folder for each item, and in it one for
         each process (`store_of`). The output moves into the checkpoint.
       facts: entries of the manifest.

@@ -207,11 +207,7 @@ class Watchdog:
 
 
 def end_process(found: str, keep: Path | None = None) -> NoReturn:
-    """Prints the hang and the stack of every thread, and ends the process.
-
-    Args:
-      keep: a file for the same.
-    """
+    """Prints the hang and the stack of every thread, also to a file, and ends the process."""
     print(f"moejax: hang: {found} Stacks of all threads:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(sys.stderr)
     print(f"moejax: hang: {found}", file=sys.stderr)  # again, where it is seen

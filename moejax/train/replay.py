@@ -7,6 +7,7 @@ Nothing is written, and a run that goes on meanwhile is not disturbed.
 import fcntl
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,9 @@ def replay(cfg: Config, step: int, console: Console) -> bool:
     with join() as processes:
         check_same_config(cfg, processes)
         watch = Watch()
-        watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes)
-        try:
-            with processes:
-                shown = console if processes.first else screen(quiet=True)
-                return _replay(cfg, step, inputs, shown, processes, watch)
-        finally:
-            watchdog.close()
+        with closing(Watchdog(watch, deadlines_of(cfg.watchdog), processes)), processes:
+            shown = console if processes.first else screen(quiet=True)
+            return _replay(cfg, step, inputs, shown, processes, watch)
 
 
 def _replay(

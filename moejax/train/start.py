@@ -172,8 +172,6 @@ def choose_checkpoint(
 def restore_skipped(inputs: Inputs, saved: Saved | None, processes: Processes) -> list[str]:
     """Has `inputs` leave out the batches that earlier starts of the run left out. Returns notes.
 
-    Args:
-      saved: the checkpoint to resume.
     Raises:
       InputError: in all processes, if their lists contradict each other, or the data is too short.
     """

@@ -55,11 +55,7 @@ class StepCheck:
     """Reports bad steps of a run, and makes it go back or end."""
 
     def __init__(self, run: Run, skipped: int, interrupt: Interrupt):
-        """Goes on from the losses in `run.recent`.
-
-        Args:
-          skipped: updates that the run has skipped so far.
-        """
+        """Goes on from the losses in `run.recent`, and the number of updates skipped so far."""
         recent, self._run, self._interrupt = run.recent, run, interrupt
         self._skipped, self._skipped_in_a_row = skipped, recent.get("skipped_in_a_row", 0)
         known = recent.get("losses", []), recent.get("high_in_a_row", 0)

@@ -47,11 +47,7 @@ def machine_of(folder: Path) -> str:
 
 
 def folder_of(memory_dir: str, run_dir: str) -> Path:
-    """Returns the folder of this host for a run.
-
-    Args:
-      run_dir: its absolute path.
-    """
+    """Returns the folder of this host for a run, given the absolute path of its directory."""
     digest = hashlib.sha256(run_dir.encode()).hexdigest()[:16]
     return Path(memory_dir) / f"moejax-{digest}" / host_name()
 
