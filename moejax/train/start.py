@@ -73,12 +73,9 @@ def check_keep(cfg: Config) -> None:
 
 
 def check_paths(cfg: Config) -> None:
-    """Checks that the run directory can be written, and that first weights exist.
+    """Raises InputError if the run directory cannot be written, or first weights are missing.
 
     For a dry run: creates nothing, and compares the sizes of files but not their digests.
-
-    Raises:
-      InputError: as the run would.
     """
     check_keep(cfg)
     check_has_base(cfg)
@@ -218,12 +215,9 @@ def check_disk(
 
 @contextmanager
 def no_mesh_errors(devices: Sequence[Any]) -> Iterator[None]:
-    """Raises an error of its own if no mesh fits the devices, where a run's hosts may change.
+    """Raises NoMeshError in place of InputError, for a mesh, where a run's hosts may change.
 
     Its supervisors then try fewer hosts.
-
-    Raises:
-      NoMeshError: in place of an InputError.
     """
     try:
         yield

@@ -16,7 +16,6 @@ from moejax.errors import InputError
 HOST = "MOEJAX_HOST"
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn at each start of Linux
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-FIX = "Name another folder in checkpoint.memory_dir, or set checkpoint.memory_every=none."
 
 
 def host_name() -> str:
@@ -80,7 +79,8 @@ def open_folder(folder: Path) -> None:
 def _refuse(path: Path, seen: str) -> None:
     raise InputError(
         f"state cannot be kept in memory. {path}: {seen}. It must be a folder that this user "
-        f"alone may read and write. {FIX}"
+        "alone may read and write. Name another folder in checkpoint.memory_dir, or set "
+        "checkpoint.memory_every=none."
     )
 
 

@@ -78,7 +78,7 @@ class Memory:
                 console.print(text, soft_wrap=True)
                 state, unfit = read_state(found, train_step, self._members)
                 if state is not None:
-                    self._held_slot = found.slot
+                    self._held_slot = int(found.held[0].name[-1])  # in each process: 0 or 1
                     return Resumed(_with_reduction(state, train_step, found, note), found.facts)
                 for one in found.held:
                     if one.holder == self._members.processes.index:

@@ -46,7 +46,6 @@ def highest_peak(log: Path, facts: Mapping[str, Any], measured: float) -> float:
     Args:
       log: `metrics.jsonl`, which need not exist.
       facts: of this start, from `describe_start`.
-      measured: by this start.
     """
     peaks = [measured]
     for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
