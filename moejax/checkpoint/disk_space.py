@@ -69,19 +69,18 @@ def _not_writable(directory: Path, step: int, seen: str) -> NotWritableError:
 
 
 def check_writable(directory: Path, processes: Processes) -> None:
-    """Raises InputError, in all processes, if one cannot write and sync a file there."""
+    """Raises InputError, in all processes, if one cannot write a file in `directory` and sync it."""
 
     def write() -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             _try_to_write(directory / f".writable.{processes.index}")
         except OSError as error:
-            if error.errno == errno.ENOSPC:  # `check_disk_space` says how much is missing
-                return
-            raise InputError(
-                f"checkpoints cannot be written. {directory}: {error.strerror}. A run must be able "
-                f"to write there. Make it writable, or set another run_dir."
-            ) from error
+            if error.errno != errno.ENOSPC:  # `check_disk_space` says how much is missing
+                raise InputError(
+                    f"checkpoints cannot be written. {directory}: {error.strerror}. A run must be "
+                    f"able to write there. Make it writable, or set another run_dir."
+                ) from error
 
     processes.together(write)
 

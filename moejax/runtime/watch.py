@@ -148,11 +148,7 @@ class Watchdog:
         processes: Processes = ALONE,
         hang: Callable[[str], None] | None = None,
     ):
-        """Starts them.
-
-        Args:
-          hang: called once with a text about the hang; by default the process ends.
-        """
+        """Starts them. `hang` takes a text about a hang, once; by default the process ends."""
         self._watch, self._deadlines, self._processes = watch, deadlines, processes
         self._hang = hang or end_process
         self._heard: dict[int, tuple[str, float]] = {}  # last message, and the time of its arrival

@@ -215,7 +215,7 @@ def check_disk(
 
 @contextmanager
 def no_mesh_errors(devices: Sequence[Any]) -> Iterator[None]:
-    """Raises NoMeshError in place of InputError, for a mesh, where a run's hosts may change.
+    """Raises NoMeshError in place of InputError, where a run's hosts may change.
 
     Its supervisors then try fewer hosts.
     """

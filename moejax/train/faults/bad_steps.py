@@ -71,8 +71,7 @@ class StepCheck:
 
         Skipped updates do not change the weights, and a spike may have broken them.
         """
-        high = self._waits_for_spikes and self._spikes.suspected
-        return self._skipped_in_a_row > 0 or high
+        return self._skipped_in_a_row > 0 or (self._waits_for_spikes and self._spikes.suspected)
 
     def check_previous(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of the step that runs now, and checks the step before it.

@@ -85,13 +85,11 @@ def _refuse(path: Path, seen: str) -> None:
 
 
 def check_room(folder: Path, needed: int, reusable: int) -> None:
-    """Checks that the slots of a host fit into its memory.
+    """Raises InputError if the slots of a host do not fit into its memory.
 
     Args:
       needed: bytes of all slots of the host.
       reusable: bytes of the slots that an earlier start left there.
-    Raises:
-      InputError: if they do not fit.
     """
     free = shutil.disk_usage(folder).free + reusable
     if free < needed:

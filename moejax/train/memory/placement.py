@@ -66,9 +66,6 @@ def place(holders: Mapping[Piece, frozenset[int]], hosts: Sequence[str]) -> list
     """Returns the share of each process; a pure function, the same in all processes.
 
     On each host, of the processes that hold a piece, the one with the fewest bytes so far keeps it.
-
-    Args:
-      hosts: the host of each process.
     """
     sent: list[list[Piece]] = [[] for _ in hosts]
     kept: list[list[Piece]] = [[] for _ in hosts]

@@ -62,9 +62,7 @@ class Memory:
         A step that cannot be taken is passed over with a note, and an older one is tried.
 
         Args:
-          skipped: the batches that the run left out so far.
           base: path and digest of the frozen weights of a run with adapters.
-          note: shows a line to the user.
         """
         passed_over: list[tuple[int, str]] = []
         while self._members is not None and (found := self.found) is not None:
