@@ -69,7 +69,7 @@ def _not_writable(directory: Path, step: int, seen: str) -> NotWritableError:
 
 
 def check_writable(directory: Path, processes: Processes) -> None:
-    """Raises InputError, in all processes, if one cannot write a file in `directory` and sync it."""
+    """Raises InputError, in all processes, if one cannot write and sync a file in `directory`."""
 
     def write() -> None:
         try:

@@ -61,7 +61,7 @@ def check_has_base(cfg: Config) -> None:
 
 
 def check_keep(cfg: Config) -> None:
-    """Raises InputError if a run keeps less than 2 checkpoints: none to fall back to.
+    """Raises InputError if a run keeps fewer than 2 checkpoints, so none to fall back to.
 
     The setting itself allows 1, because configs of older runs may have it.
     """
