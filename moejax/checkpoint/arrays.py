@@ -217,9 +217,13 @@ class StoredWeights:
         Args:
           whole: for each dimension, whether every part has all of it.
         """
+        keys = (f"params.{path}/", f"balance.{path}/")
+        found = [key for key in keys if self._keys.read(f"{key}.zarray").result().state == "value"]
+        if not found:
+            raise KeyError(f"the checkpoint has no weights {path}")
         spec = {
             "driver": "zarr",
-            "kvstore": {**self._store, "path": self._key_of(path)},
+            "kvstore": {**self._store, "path": found[0]},
             "fill_missing_data_reads": False,
             "recheck_cached_data": False,
         }
@@ -227,13 +231,6 @@ class StoredWeights:
         limit = min(CACHE_BYTES, _shared_bytes(array, whole))
         context = ts.Context({"cache_pool": {"total_bytes_limit": limit}}, parent=self._context)
         return ts.open(spec, read=True, context=context).result()
-
-    def _key_of(self, path: str) -> str:
-        """Returns the key of a parameter or selection bias in the item."""
-        for key in (f"params.{path}/", f"balance.{path}/"):
-            if self._keys.read(f"{key}.zarray").result().state == "value":
-                return key
-        raise KeyError(f"the checkpoint has no weights {path}")
 
 
 def _shared_bytes(array: ts.TensorStore, whole: tuple[bool, ...]) -> int:

@@ -143,10 +143,9 @@ def quiet_about_full_disks() -> None:
 
     def hook(event: Any) -> None:
         # A failed write closes the event loop that tensorstore's other writes report to.
-        closed = isinstance(event.exc_value, RuntimeError) and "loop is closed" in str(
-            event.exc_value
-        )
-        if not (closed and event.object is None) and not is_of(event.exc_value, TOLD):
+        error = event.exc_value
+        closed = isinstance(error, RuntimeError) and "loop is closed" in str(error)
+        if not (closed and event.object is None) and not is_of(error, TOLD):
             before(event)
 
     sys.unraisablehook = hook
