@@ -47,12 +47,7 @@ def apart(key: str, ndim: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class NewArray:
-    """An array that is written in pieces.
-
-    Attributes:
-      key: its key in the item.
-      dtype: name of its dtype.
-    """
+    """An array that is written in pieces: its key in the item, shape, and name of its dtype."""
 
     key: str
     shape: tuple[int, ...]
@@ -118,18 +113,11 @@ class PieceWriter:
 
     def create(self, array: NewArray) -> None:
         """Writes an array's shape and dtype. Only one process calls it."""
-        spec = ts.Spec(self._spec(array))
-        ts.open(spec, create=True, context=self._context, transaction=self._transaction).result()
+        self._open(array, create=True)
 
     def write(self, array: NewArray, part: Bounds, values: np.ndarray) -> None:
         """Writes a piece, maybe later: its values must not change."""
-        opened = ts.open(
-            ts.Spec(self._spec(array)),
-            open=True,
-            assume_metadata=True,
-            context=self._context,
-            transaction=self._transaction,
-        ).result()
+        opened = self._open(array, open=True, assume_metadata=True)
         place = tuple(slice(*bounds) for bounds in part)
         opened[place].write(values, can_reference_source_data_indefinitely=True).copy.result()
         self._held += values.nbytes
@@ -137,14 +125,17 @@ class PieceWriter:
             self._transaction.commit_async().result()
             self._transaction, self._held = ts.Transaction(atomic=True), 0
 
-    def _spec(self, array: NewArray) -> dict[str, Any]:
-        return {
+    def _open(self, array: NewArray, **how: Any) -> ts.TensorStore:
+        spec = {
             "driver": "zarr",
             "kvstore": {**self._store, "path": f"{array.key}/"},
             "metadata": {"shape": array.shape, "chunks": array.piece, "compressor": None},
             "dtype": array.dtype,
             "store_data_equal_to_fill_value": True,
         }
+        return ts.open(
+            ts.Spec(spec), context=self._context, transaction=self._transaction, **how
+        ).result()
 
 
 def check_written(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -226,9 +217,13 @@ class StoredWeights:
         Args:
           whole: for each dimension, whether every part has all of it.
         """
+        keys = (f"params.{path}/", f"balance.{path}/")
+        found = [key for key in keys if self._keys.read(f"{key}.zarray").result().state == "value"]
+        if not found:
+            raise KeyError(f"the checkpoint has no weights {path}")
         spec = {
             "driver": "zarr",
-            "kvstore": {**self._store, "path": self._key_of(path)},
+            "kvstore": {**self._store, "path": found[0]},
             "fill_missing_data_reads": False,
             "recheck_cached_data": False,
         }
@@ -236,13 +231,6 @@ class StoredWeights:
         limit = min(CACHE_BYTES, _shared_bytes(array, whole))
         context = ts.Context({"cache_pool": {"total_bytes_limit": limit}}, parent=self._context)
         return ts.open(spec, read=True, context=context).result()
-
-    def _key_of(self, path: str) -> str:
-        """Returns the key of a parameter or selection bias in the item."""
-        for key in (f"params.{path}/", f"balance.{path}/"):
-            if self._keys.read(f"{key}.zarray").result().state == "value":
-                return key
-        raise KeyError(f"the checkpoint has no weights {path}")
 
 
 def _shared_bytes(array: ts.TensorStore, whole: tuple[bool, ...]) -> int:

@@ -85,7 +85,6 @@ def resume_notes(
     """Yields notes about harmless changes since the checkpoint of `step`, to be logged.
 
     Args:
-      content: the data of the run.
       rates: whether a changed learning rate is such a change.
     Raises:
       InputError: lists settings or data that changed and must not.
@@ -126,12 +125,9 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
 
 
 def rate_notes(saved: dict[str, Any], cfg: Config, *, step: int) -> list[str]:
-    """Returns a note if the next step has another learning rate than its checkpoint's run had.
+    """Returns a note if the rate after a checkpoint's `step` is not what the checkpoint's run had.
 
     For example, a run whose rate has decayed goes on with more steps, and the rate rises again.
-
-    Args:
-      step: step of the checkpoint.
     """
     before = from_dict(saved)
     steps, longer = before.train.num_steps, cfg.train.num_steps
@@ -170,7 +166,6 @@ def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -
 
     Args:
       saved: the checkpoint's manifest. Format 1 has no digests of data: nothing is compared.
-      allowed: whether the data may change.
     Raises:
       InputError: lists the changes.
     """
@@ -223,13 +218,11 @@ def describe_run(
 
 
 def check_same_base(saved: dict[str, Any], base: dict[str, str]) -> None:
-    """Checks that the adapters were trained on these frozen weights.
+    """Raises InputError if adapters were trained on other frozen weights than these.
 
     Args:
       saved: the manifest of the checkpoint with the adapters.
       base: path and digest of the frozen weights.
-    Raises:
-      InputError: if they were trained on others.
     """
     known = saved["base"]
     if known["weights"] != base["weights"]:
@@ -279,11 +272,7 @@ def fingerprint(train_step: TrainStep) -> str | None:
 
 
 def same_reduction(saved: dict[str, Any], train_step: TrainStep) -> bool:
-    """Returns whether a checkpoint's codec state is valid for this run.
-
-    Args:
-      saved: the checkpoint's manifest.
-    """
+    """Returns whether the codec state of a checkpoint with this manifest is valid for this run."""
     if "reduction" in saved:
         return saved["reduction"] == fingerprint(train_step)
     # Format 1 had no fingerprint: all settings that could matter must be unchanged.

@@ -69,23 +69,18 @@ def _not_writable(directory: Path, step: int, seen: str) -> NotWritableError:
 
 
 def check_writable(directory: Path, processes: Processes) -> None:
-    """Checks that every process can write a file where checkpoints go, and sync it.
-
-    Raises:
-      InputError: in all processes.
-    """
+    """Raises InputError, in all processes, if one cannot write and sync a file in `directory`."""
 
     def write() -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             _try_to_write(directory / f".writable.{processes.index}")
         except OSError as error:
-            if error.errno == errno.ENOSPC:  # `check_disk_space` says how much is missing
-                return
-            raise InputError(
-                f"checkpoints cannot be written. {directory}: {error.strerror}. A run must be able "
-                f"to write there. Make it writable, or set another run_dir."
-            ) from error
+            if error.errno != errno.ENOSPC:  # `check_disk_space` says how much is missing
+                raise InputError(
+                    f"checkpoints cannot be written. {directory}: {error.strerror}. A run must be "
+                    f"able to write there. Make it writable, or set another run_dir."
+                ) from error
 
     processes.together(write)
 
@@ -148,10 +143,9 @@ def quiet_about_full_disks() -> None:
 
     def hook(event: Any) -> None:
         # A failed write closes the event loop that tensorstore's other writes report to.
-        closed = isinstance(event.exc_value, RuntimeError) and "loop is closed" in str(
-            event.exc_value
-        )
-        if not (closed and event.object is None) and not is_of(event.exc_value, TOLD):
+        error = event.exc_value
+        closed = isinstance(error, RuntimeError) and "loop is closed" in str(error)
+        if not (closed and event.object is None) and not is_of(error, TOLD):
             before(event)
 
     sys.unraisablehook = hook

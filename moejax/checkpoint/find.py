@@ -94,11 +94,7 @@ def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | No
 def quarantine(
     path: Path, reason: str, processes: Processes = ALONE, *, kind: str = "corrupt"
 ) -> list[str]:
-    """Renames a step so that nothing takes it for a checkpoint. Returns the notes.
-
-    Args:
-      kind: ending of its new name.
-    """
+    """Renames a step to STEP.`kind`: nothing takes it for a checkpoint then. Returns the notes."""
     aside = path.with_name(f"{path.name}.{kind}")
 
     def rename() -> list[str]:

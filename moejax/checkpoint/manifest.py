@@ -75,11 +75,7 @@ def write_synced(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 def hash_files(path: Path, part: tuple[int, int] = (0, 1)) -> dict[str, dict[str, Any]]:
-    """Returns the sizes and digests of a share of a step's files.
-
-    Args:
-      part: (index, count).
-    """
+    """Returns the sizes and digests of a share, (index, count), of a step's files."""
     return hash_named(path, _names(path)[part[0] :: part[1]])
 
 

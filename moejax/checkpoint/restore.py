@@ -21,9 +21,9 @@ from moejax.step.train_step import TrainStep
 
 
 class Resumed(NamedTuple):
-    """A state from which a run resumes, and the entries of its manifest."""
+    """A state from which a run resumes, if there is one, and the entries of its manifest."""
 
-    state: TrainState
+    state: TrainState | None
     facts: Mapping[str, Any]
 
 
@@ -57,12 +57,11 @@ def resume(
     processes: Processes,
     console: Console,
     note: Callable[[str], None],
-) -> Resumed | None:
+) -> Resumed:
     """Returns the state of the newest checkpoint whose numbers equal the saved ones.
 
-    It is None if `saved` is None.
-
-    Runs before `Checkpoints` is built: its manager remembers the steps that it finds then.
+    It is None if `saved` is None. Runs before `Checkpoints` is built: its manager remembers the
+    steps that it finds then.
 
     Args:
       note: called with a line about each checkpoint that was set aside.
@@ -74,7 +73,9 @@ def resume(
         state = _read(train_step, saved, console)
         wrong = wrong_numbers(saved.manifest, arrays_of(state), processes)
         if wrong is None:
-            return Resumed(_with_reduction(state, train_step), saved.manifest)
+            if state.reduction is None:
+                state = state._replace(reduction=train_step.first_reduction())
+            return Resumed(state, saved.manifest)
         jax.tree.map(lambda x: x.delete(), state)
         notes = quarantine(
             saved.path, f"its numbers are not those that were saved: {wrong}", processes
@@ -88,7 +89,7 @@ def resume(
             "no checkpoint of the run is left: the numbers of all differ from the saved "
             "ones, so they were set aside. No run begins anew over them. Name another run_dir."
         )
-    return None
+    return Resumed(None, {})
 
 
 def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:
@@ -102,9 +103,3 @@ def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:
             soft_wrap=True,
         )
     return restore_state(saved, train_step.abstract, reduction=valid)
-
-
-def _with_reduction(state: TrainState, train_step: TrainStep) -> TrainState:
-    if state.reduction is not None:
-        return state
-    return state._replace(reduction=train_step.first_reduction())

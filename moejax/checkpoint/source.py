@@ -63,11 +63,7 @@ def _open(path: Path, cfg: Config) -> FolderSource:
 def take_weights(
     source: Source, state: TrainState, abstract: TrainState, processes: Processes = ALONE
 ) -> TrainState:
-    """Returns the state with the source's weights in the place of its own.
-
-    Args:
-      abstract: shapes, dtypes and shardings of the state.
-    """
+    """Returns the state with the source's weights in the place of its own (`read_weights`)."""
     # Frees them before the source's weights are loaded.
     jax.tree.map(lambda x: x.delete(), (state.params, state.router_bias))
     params, router_bias = read_weights(source, abstract, processes)

@@ -61,12 +61,7 @@ BLOCK = re.compile(r"groups\.(\d+)\.blocks\.(\d+)\.")
 
 
 class Cell(NamedTuple):
-    """A layer, or an expert of a layer, of one array.
-
-    Attributes:
-      key: key of the array.
-      at: index along the dimensions of cells.
-    """
+    """A layer, or an expert of a layer: its array's key, and index along dimensions of cells."""
 
     key: str
     at: tuple[int, ...]

@@ -59,9 +59,7 @@ def commit(step: Path, facts: Mapping[str, Any], sums: DeviceSums, processes: Pr
     Orbax's own commit, which renames the step's directory, comes before it.
 
     Args:
-      step: its directory.
       facts: entries of the manifest.
-      sums: sums of the saved state's numbers.
     Raises:
       OtherProcessError: in process 0, if another process failed.
     """
@@ -105,15 +103,9 @@ def prune(directory: Path, keep: int) -> None:
             # Not through Orbax's manager: its delete waits for the other processes on a device,
             # where their steps are under way.
             shutil.rmtree(path)
-        elif _is_whole(path):
-            whole += 1
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return find_damage(path, read_manifest(path), "size") is None
-    except InputError:
-        return False
+        else:
+            with suppress(InputError):
+                whole += find_damage(path, read_manifest(path), "size") is None
 
 
 # A year: `watchdog.save_s` says how long a save may take. Orbax would end one after 20 minutes, and
@@ -380,7 +372,6 @@ def save_written(
 
     Args:
       step: its directory, named by the step's number; made here.
-      items: arrays by item.
       stores: directory of the output of `PieceWriter`: a folder for each item, and in it one for
         each process (`store_of`). The output moves into the checkpoint.
       facts: entries of the manifest.

@@ -38,11 +38,7 @@ class Assignment:
         return str(self._newest["why"])
 
     def take(self) -> bool:
-        """Says that this process has saved, waits for its new place, and takes it.
-
-        Returns:
-          Whether it has one; else it is no longer wanted.
-        """
+        """Says that this process has saved, and waits for its place. Returns whether it has one."""
         while True:
             generation = self._newest["generation"]
             write_whole(self._path.with_suffix(".waits"), str(generation))

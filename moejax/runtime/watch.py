@@ -148,11 +148,7 @@ class Watchdog:
         processes: Processes = ALONE,
         hang: Callable[[str], None] | None = None,
     ):
-        """Starts them.
-
-        Args:
-          hang: called once with a text about the hang; by default the process ends.
-        """
+        """Starts them. `hang` takes a text about a hang, once; by default the process ends."""
         self._watch, self._deadlines, self._processes = watch, deadlines, processes
         self._hang = hang or end_process
         self._heard: dict[int, tuple[str, float]] = {}  # last message, and the time of its arrival
@@ -207,11 +203,7 @@ class Watchdog:
 
 
 def end_process(found: str, keep: Path | None = None) -> NoReturn:
-    """Prints the hang and the stack of every thread, and ends the process.
-
-    Args:
-      keep: a file for the same.
-    """
+    """Prints the hang and the stack of every thread, also to a file, and ends the process."""
     print(f"moejax: hang: {found} Stacks of all threads:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(sys.stderr)
     print(f"moejax: hang: {found}", file=sys.stderr)  # again, where it is seen

@@ -85,8 +85,7 @@ def evaluate(
 ) -> None:
     """Evaluates on held-out text; shows and records nats per token and bits per byte.
 
-    Args:
-      asked: whether this process was asked to stop. All processes then give up the evaluation.
+    All processes give it up when one of them was asked to stop.
     """
     held_out = run.inputs.held_out
     if held_out is None:

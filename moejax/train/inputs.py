@@ -94,11 +94,7 @@ def held_out_batches(
 
 
 def open_inputs(cfg: Config) -> Inputs:
-    """Opens and checks the data a config names. Touches no device.
-
-    Raises:
-      InputError: see moejax.data.
-    """
+    """Opens the data a config names, or raises InputError about it. Touches no device."""
     data, length = cfg.data, cfg.data.sequence_length
     sources = open_sources(data, model_vocab=cfg.model.vocab_size)
     train, held_out, tokenizer, mixture = sources

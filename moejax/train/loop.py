@@ -291,8 +291,8 @@ def restore(
     found = origin.memory.resume(
         train_step, inputs.content, inputs.skipped, base, console, note
     ) or resume(train_step, origin.saved, origin.choose, processes, console, note)
-    state, recent = (None, {}) if found is None else (found.state, found.facts.get(RECENT, {}))
-    return initial_state(train_step, state, origin.source, console, processes), recent
+    state = initial_state(train_step, found.state, origin.source, console, processes)
+    return state, found.facts.get(RECENT, {})
 
 
 def open_records(

@@ -372,8 +372,7 @@ def prepare_step(
     """Starts the devices, plans, and traces the step. All processes call it.
 
     Args:
-      resuming: whether the run resumes: its plan is then kept while it fits.
-      new_links: newly measured links to plan with.
+      resuming, new_links: as `plan_run` takes them.
     Raises:
       InputError: if the devices are too few or too small.
       NoMeshError: the same of a run whose hosts may change.

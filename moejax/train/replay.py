@@ -7,6 +7,7 @@ Nothing is written, and a run that goes on meanwhile is not disturbed.
 import fcntl
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,9 @@ def replay(cfg: Config, step: int, console: Console) -> bool:
     with join() as processes:
         check_same_config(cfg, processes)
         watch = Watch()
-        watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes)
-        try:
-            with processes:
-                shown = console if processes.first else screen(quiet=True)
-                return _replay(cfg, step, inputs, shown, processes, watch)
-        finally:
-            watchdog.close()
+        with closing(Watchdog(watch, deadlines_of(cfg.watchdog), processes)), processes:
+            shown = console if processes.first else screen(quiet=True)
+            return _replay(cfg, step, inputs, shown, processes, watch)
 
 
 def _replay(
@@ -160,10 +157,9 @@ def _check(
 
 
 def _check_mesh(cfg: Config, saved: Saved) -> None:
-    """Checks that the mesh is the checkpoint's, as far as the mesh is known.
+    """Raises InputError if the mesh, as far as it is known, is not the checkpoint's.
 
-    Raises:
-      InputError: if it is another: sums over other devices have other last bits.
+    Sums over other devices have other last bits.
     """
     known = {
         "stage": 1,
@@ -202,11 +198,7 @@ def _restore(
     console: Console,
     processes: Processes,
 ) -> TrainState:
-    """Returns the state of a checkpoint.
-
-    Raises:
-      InputError: if it is damaged.
-    """
+    """Returns the state of a checkpoint; InputError if it is damaged."""
     valid = same_reduction(saved.manifest, train_step)
     state = restore_state(saved, train_step.abstract, reduction=valid)
     wrong = wrong_numbers(saved.manifest, arrays_of(state), processes)

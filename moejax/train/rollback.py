@@ -94,8 +94,6 @@ def _state_before(run: Run, bad: BadSteps) -> tuple[TrainState, dict[str, Any]]:
 
     for text in dict.fromkeys((*notes, *more)):
         note(text)
-    resumed = resume(train_step, saved, choose, processes, run.console, note)
-    state, recent = (
-        (None, {}) if resumed is None else (resumed.state, resumed.facts.get(RECENT, {}))
-    )
-    return initial_state(train_step, state, source, run.console, processes), recent
+    found = resume(train_step, saved, choose, processes, run.console, note)
+    state = initial_state(train_step, found.state, source, run.console, processes)
+    return state, found.facts.get(RECENT, {})

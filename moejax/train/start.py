@@ -25,6 +25,7 @@ from moejax.config.checks.paths import check_folder, check_places
 from moejax.config.checks.planned import is_planned
 from moejax.config.load import diff, from_dict, to_dict
 from moejax.config.schema import Config
+from moejax.data.skipped import SkippedData
 from moejax.data.sources import Content
 from moejax.errors import InputError, NoMeshError
 from moejax.runtime.assignment import changes_hosts
@@ -36,33 +37,22 @@ from moejax.step.train_step import TrainStep
 from moejax.train.inputs import Inputs
 from moejax.train.records.metrics import EVALUATED, held_out_text
 from moejax.train.records.skipped_data import (
-    FILE,
     is_abandoned,
     known_skipped,
     quarantine_abandoned,
     read_skipped,
-    to_json,
 )
-from moejax.train.records.skipped_data import from_json as skipped_from_json
 
 
 def check_simulated_devices(cfg: Config) -> None:
-    """Checks that processes can share the simulated devices and nodes.
-
-    Raises:
-      InputError: in every process, before they meet.
-    """
+    """Raises InputError, before processes meet, if they cannot share simulated devices or nodes."""
     total = cfg.mesh.simulated_devices
     if total is not None and simulated_here(cfg.mesh) is not None and not is_planned(cfg):
         resolve_mesh(cfg, total, "cpu", processes=find_rank().count)
 
 
 def check_has_base(cfg: Config) -> None:
-    """Checks that a run with adapters names the weights that they adapt.
-
-    Raises:
-      InputError: if none are named.
-    """
+    """Raises InputError if a run with adapters does not name the weights that they adapt."""
     if cfg.lora.rank is not None and cfg.checkpoint.init_from is None:
         raise InputError(
             f"`lora.rank` is {cfg.lora.rank}, and `checkpoint.init_from` is none. Adapters are "
@@ -71,12 +61,9 @@ def check_has_base(cfg: Config) -> None:
 
 
 def check_keep(cfg: Config) -> None:
-    """Checks that a run keeps a checkpoint to fall back to.
+    """Raises InputError if a run keeps fewer than 2 checkpoints, so none to fall back to.
 
     The setting itself allows 1, because configs of older runs may have it.
-
-    Raises:
-      InputError: if `checkpoint.keep` is below 2.
     """
     if cfg.checkpoint.keep < 2:
         raise InputError(
@@ -86,12 +73,9 @@ def check_keep(cfg: Config) -> None:
 
 
 def check_paths(cfg: Config) -> None:
-    """Checks that the run directory can be written, and that first weights exist.
+    """Raises InputError if the run directory cannot be written, or first weights are missing.
 
     For a dry run: creates nothing, and compares the sizes of files but not their digests.
-
-    Raises:
-      InputError: as the run would.
     """
     check_keep(cfg)
     check_has_base(cfg)
@@ -105,11 +89,7 @@ def check_paths(cfg: Config) -> None:
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:
-    """Checks that all processes were started with the same settings.
-
-    Raises:
-      InputError: in all of them.
-    """
+    """Raises InputError, in all processes, if they were started with different settings."""
     for index, config in enumerate(processes.gather(to_dict(cfg))):
         if changes := diff(from_dict(config), cfg):
             listed = ", ".join(f"{name}: {theirs} and {ours}" for name, theirs, ours in changes)
@@ -189,14 +169,12 @@ def choose_checkpoint(
 def restore_skipped(inputs: Inputs, saved: Saved | None, processes: Processes) -> list[str]:
     """Has `inputs` leave out the batches that earlier starts of the run left out. Returns notes.
 
-    Args:
-      saved: the checkpoint to resume.
     Raises:
       InputError: in all processes, if their lists contradict each other, or the data is too short.
     """
     run_dir = Path(inputs.cfg.run_dir)
-    listed = processes.from_first(lambda: to_json(known_skipped(run_dir, saved)))
-    inputs.skipped = skipped_from_json(listed, run_dir / FILE)
+    listed = processes.from_first(lambda: known_skipped(run_dir, saved))
+    inputs.skipped = [SkippedData(*entry) for entry in listed]
     inputs.check_enough()
     return [
         f"the run went back to step {after}: the next {skip} batches are left out"
@@ -237,12 +215,9 @@ def check_disk(
 
 @contextmanager
 def no_mesh_errors(devices: Sequence[Any]) -> Iterator[None]:
-    """Raises an error of its own if no mesh fits the devices, where a run's hosts may change.
+    """Raises NoMeshError in place of InputError, where a run's hosts may change.
 
     Its supervisors then try fewer hosts.
-
-    Raises:
-      NoMeshError: in place of an InputError.
     """
     try:
         yield

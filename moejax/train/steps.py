@@ -190,11 +190,7 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
 
 
 def compare(run: Run, step: int, state: TrainState) -> None:
-    """Compares the copies of the state on different devices.
-
-    Raises:
-      ReplicasError: if some differ; it names the devices.
-    """
+    """Raises ReplicasError, and records it, if copies of the state on different devices differ."""
     try:
         check_replicas(arrays_of(state), step, run.processes)
     except ReplicasError as error:
@@ -203,11 +199,7 @@ def compare(run: Run, step: int, state: TrainState) -> None:
 
 
 def between_saves(run: Run, step: int, state: TrainState, *, suspicious: bool) -> None:
-    """Compares the devices' copies of the state, and saves it to hosts' memory, where due.
-
-    Args:
-      suspicious: whether the last steps may be bad (`StepCheck`).
-    """
+    """Compares copies of the state, and saves it to hosts' memory if not suspicious, where due."""
     if due(step, run.cfg.train.compare_every):
         compare(run, step, state)
     if run.memory is not None and due(step, run.cfg.checkpoint.memory_every) and not suspicious:

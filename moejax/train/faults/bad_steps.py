@@ -55,11 +55,7 @@ class StepCheck:
     """Reports bad steps of a run, and makes it go back or end."""
 
     def __init__(self, run: Run, skipped: int, interrupt: Interrupt):
-        """Goes on from the losses in `run.recent`.
-
-        Args:
-          skipped: updates that the run has skipped so far.
-        """
+        """Goes on from the losses in `run.recent`, and the number of updates skipped so far."""
         recent, self._run, self._interrupt = run.recent, run, interrupt
         self._skipped, self._skipped_in_a_row = skipped, recent.get("skipped_in_a_row", 0)
         known = recent.get("losses", []), recent.get("high_in_a_row", 0)
@@ -75,8 +71,7 @@ class StepCheck:
 
         Skipped updates do not change the weights, and a spike may have broken them.
         """
-        high = self._waits_for_spikes and self._spikes.suspected
-        return self._skipped_in_a_row > 0 or high
+        return self._skipped_in_a_row > 0 or (self._waits_for_spikes and self._spikes.suspected)
 
     def check_previous(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of the step that runs now, and checks the step before it.
@@ -111,9 +106,11 @@ class StepCheck:
         before, self._skipped = self._skipped, int(metrics.skipped)
         self._skipped_in_a_row = 0 if self._skipped == before else self._skipped_in_a_row + 1
         if self._skipped_in_a_row:
-            measured = float(metrics.loss), float(metrics.gradient_norm)
-            skipped = Skipped(step, *measured, self._skipped_in_a_row)
-            self._report_skipped(skipped)
+            loss, norm = float(metrics.loss), float(metrics.gradient_norm)
+            skipped = Skipped(step, loss, norm, self._skipped_in_a_row)
+            self._run.records.event("skipped", step, loss=loss, gradient_norm=norm)
+            if skipped.in_a_row == 1:
+                self._run.display.note(f"warning: update of step {step} skipped: {skipped.reason}")
             if skipped.in_a_row == self._run.cfg.train.max_skipped:
                 self._go_back_or_end(skipped)
         elif has_targets(metrics):
@@ -123,12 +120,6 @@ class StepCheck:
 
     def _rollbacks_left(self) -> int:
         return self._run.cfg.train.rollbacks - len(self._run.inputs.skipped)
-
-    def _report_skipped(self, skipped: Skipped) -> None:
-        step, loss, norm, in_a_row = skipped
-        self._run.records.event("skipped", step, loss=loss, gradient_norm=norm)
-        if in_a_row == 1:
-            self._run.display.note(f"warning: update of step {step} skipped: {skipped.reason}")
 
     def _go_back_or_end(self, skipped: Skipped) -> None:
         first = skipped.step - skipped.in_a_row + 1

@@ -63,11 +63,7 @@ def _sentence(devices: str, keys: list[str]) -> str:
 
 
 def check_replicas(arrays: Mapping[str, jax.Array], step: int, processes: Processes) -> None:
-    """Checks that all copies of a state are the same.
-
-    Raises:
-      ReplicasError: in all processes; it names the devices.
-    """
+    """Raises ReplicasError, in all processes, if copies of a state differ; it names the devices."""
     if (found := differing_copies(arrays, processes)) is not None:
         raise ReplicasError(
             f"devices computed different numbers. After step {step}: {found}. Copies of one state "

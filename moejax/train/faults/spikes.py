@@ -37,12 +37,10 @@ class Spikes:
     """Finds spikes in the losses of a run, step after step."""
 
     def __init__(self, threshold: float | None, losses: Iterable[float] = (), in_a_row: int = 0):
-        """Starts anew, or goes on where an earlier start ended.
+        """Starts anew, or goes on from `losses` and `in_a_row` of an earlier start.
 
         Args:
           threshold: standard deviations above the median from which a loss is high; None: never.
-          losses: `losses` of the earlier start.
-          in_a_row: its `in_a_row`.
         """
         self._threshold = threshold
         self._losses = deque(losses, maxlen=WINDOW)

@@ -32,8 +32,6 @@ from moejax.train.memory.slots import (
     sealed,
 )
 
-OnEvent = Callable[..., None]  # (event, step, **values)
-
 
 class SaveResult(NamedTuple):
     """The result of a save in this process.
@@ -62,7 +60,7 @@ class MemoryCheckpoints:
         members: Members,
         abstract: Mapping[str, Any],
         facts: Mapping[str, Any],
-        on_event: OnEvent,
+        on_event: Callable[..., None],
         *,
         held: int | None = None,
     ):

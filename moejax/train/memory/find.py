@@ -54,11 +54,6 @@ class IntactStep(NamedTuple):
     kinds: dict[str, list[Any]]
     facts: dict[str, Any]
 
-    @property
-    def slot(self) -> int:
-        """The slot of each process that holds it: 0 or 1."""
-        return int(self.held[0].name[-1])
-
 
 def find(
     members: Members, newer_than: int, passed_over: Collection[tuple[int, str]] = ()

@@ -16,7 +16,6 @@ from moejax.errors import InputError
 HOST = "MOEJAX_HOST"
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn at each start of Linux
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-FIX = "Name another folder in checkpoint.memory_dir, or set checkpoint.memory_every=none."
 
 
 def host_name() -> str:
@@ -47,11 +46,7 @@ def machine_of(folder: Path) -> str:
 
 
 def folder_of(memory_dir: str, run_dir: str) -> Path:
-    """Returns the folder of this host for a run.
-
-    Args:
-      run_dir: its absolute path.
-    """
+    """Returns the folder of this host for a run, given the absolute path of its directory."""
     digest = hashlib.sha256(run_dir.encode()).hexdigest()[:16]
     return Path(memory_dir) / f"moejax-{digest}" / host_name()
 
@@ -84,18 +79,17 @@ def open_folder(folder: Path) -> None:
 def _refuse(path: Path, seen: str) -> None:
     raise InputError(
         f"state cannot be kept in memory. {path}: {seen}. It must be a folder that this user "
-        f"alone may read and write. {FIX}"
+        "alone may read and write. Name another folder in checkpoint.memory_dir, or set "
+        "checkpoint.memory_every=none."
     )
 
 
 def check_room(folder: Path, needed: int, reusable: int) -> None:
-    """Checks that the slots of a host fit into its memory.
+    """Raises InputError if the slots of a host do not fit into its memory.
 
     Args:
       needed: bytes of all slots of the host.
       reusable: bytes of the slots that an earlier start left there.
-    Raises:
-      InputError: if they do not fit.
     """
     free = shutil.disk_usage(folder).free + reusable
     if free < needed:

@@ -43,10 +43,6 @@ class Share(NamedTuple):
         return self.sent + self.kept
 
 
-# The pieces of all arrays, each with the processes whose devices hold it.
-Holders = Mapping[Piece, frozenset[int]]
-
-
 def holders_of(arrays: Mapping[str, Any]) -> dict[Piece, frozenset[int]]:
     """Returns the pieces of arrays, or of their shapes with shardings, and the holders of each.
 
@@ -66,13 +62,10 @@ def start_of(index: tuple[slice, ...]) -> tuple[int, ...]:
     return tuple(part.start or 0 for part in index)
 
 
-def place(holders: Holders, hosts: Sequence[str]) -> list[Share]:
+def place(holders: Mapping[Piece, frozenset[int]], hosts: Sequence[str]) -> list[Share]:
     """Returns the share of each process; a pure function, the same in all processes.
 
     On each host, of the processes that hold a piece, the one with the fewest bytes so far keeps it.
-
-    Args:
-      hosts: the host of each process.
     """
     sent: list[list[Piece]] = [[] for _ in hosts]
     kept: list[list[Piece]] = [[] for _ in hosts]

@@ -195,11 +195,7 @@ def open_slot(folder: Path, name: str, record: Mapping[str, Any]) -> np.ndarray:
 
 
 def check_slot(folder: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Compares the bytes of a slot with its record.
-
-    Raises:
-      SlotError: if they differ.
-    """
+    """Raises SlotError if the bytes of a slot are not those of its record."""
     actual, expected = sha256_of(open_slot(folder, name, record)), record["sha256"]
     if actual != expected:
         raise SlotError(f"it has digest {actual[:12]}, its record says {expected[:12]}")

@@ -62,9 +62,7 @@ class Memory:
         A step that cannot be taken is passed over with a note, and an older one is tried.
 
         Args:
-          skipped: the batches that the run left out so far.
           base: path and digest of the frozen weights of a run with adapters.
-          note: shows a line to the user.
         """
         passed_over: list[tuple[int, str]] = []
         while self._members is not None and (found := self.found) is not None:
@@ -78,7 +76,7 @@ class Memory:
                 console.print(text, soft_wrap=True)
                 state, unfit = read_state(found, train_step, self._members)
                 if state is not None:
-                    self._held_slot = found.slot
+                    self._held_slot = int(found.held[0].name[-1])  # in each process: 0 or 1
                     return Resumed(_with_reduction(state, train_step, found, note), found.facts)
                 for one in found.held:
                     if one.holder == self._members.processes.index:

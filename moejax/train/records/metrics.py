@@ -212,11 +212,7 @@ class Records:
     """Writes reports and events to `metrics.jsonl` and TensorBoard, and passes them to trackers."""
 
     def __init__(self, run_dir: Path, *, written: bool = True, trackers: Trackers | None = None):
-        """Opens the records of a run.
-
-        Args:
-          written: whether this process writes: only process 0 does.
-        """
+        """Opens the records of a run, which only process 0 writes."""
         self.trackers = trackers or Trackers({})
         self._events = EventLog(run_dir / "metrics.jsonl" if written else Path(os.devnull))
         self._board = Board(run_dir / "tensorboard") if written else None

@@ -33,11 +33,7 @@ class Profile:
     """
 
     def __init__(self, cfg: ProfileConfig, run_dir: Path, *, process: int = 0):
-        """Starts nothing yet.
-
-        Args:
-          process: index of this process. Process 0 also writes the program and a memory profile.
-        """
+        """Starts nothing yet. Process 0 also writes the program and a memory profile."""
         self.directory = run_dir / DIRECTORY
         # A trace is named by its host, on which there may be several processes.
         self._traces = self.directory / f"process_{process}" if process else self.directory

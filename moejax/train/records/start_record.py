@@ -46,7 +46,6 @@ def highest_peak(log: Path, facts: Mapping[str, Any], measured: float) -> float:
     Args:
       log: `metrics.jsonl`, which need not exist.
       facts: of this start, from `describe_start`.
-      measured: by this start.
     """
     peaks = [measured]
     for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
@@ -91,11 +90,7 @@ class ExpertLoads(EventLog):
     """Appends the experts' load to `experts.jsonl`, as often as a picture of the run needs."""
 
     def __init__(self, run_dir: Path, num_steps: int):
-        """Opens the file.
-
-        Args:
-          num_steps: of the run, of which about `SNAPSHOTS` are recorded.
-        """
+        """Opens the file of a run, of whose `num_steps` about `SNAPSHOTS` are recorded."""
         super().__init__(run_dir / "experts.jsonl")
         self._every, self._num_steps = num_steps / SNAPSHOTS, num_steps
         self._last: int | None = None

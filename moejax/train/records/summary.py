@@ -191,10 +191,8 @@ def check_memory(
     memory = min(device_memory(device, together * len(devices)) for device in devices)
     limit = min(processes.gather(memory))
     arguments = train_step.argument_bytes()
-    needed, held = (
-        sum(arguments.values()) + beside,
-        "weights and what stands beside them" if beside else "weights",
-    )
+    needed = sum(arguments.values()) + beside
+    held = "weights and what stands beside them" if beside else "weights"
     if gradients:  # which have the shapes of weights
         needed, held = needed + arguments["weights"], "weights, optimizer state and gradients"
     if needed > limit:

@@ -114,11 +114,7 @@ class _Feed:
 
 
 def check_trackers(cfg: Config) -> None:
-    """Refuses a tracker whose library is not installed, and MLflow without an address.
-
-    Raises:
-      InputError: see above.
-    """
+    """Raises InputError if a tracker's library is not installed, or MLflow has no address."""
     for name in NAMES:
         if getattr(cfg.track, name) is not None and importlib.util.find_spec(name) is None:
             raise InputError(
