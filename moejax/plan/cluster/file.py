@@ -131,11 +131,7 @@ def to_text(topology: Topology) -> str:
 
 
 def _laid_out(value: Any, newline: str) -> str:
-    """Formats JSON with one entry a line; lists of plain values stay on one line.
-
-    Args:
-      newline: a line break and the current indentation.
-    """
+    """Formats JSON, one entry a line, indented as `newline` is; plain lists stay on one line."""
     nested = isinstance(value, list | tuple) and any(
         isinstance(v, list | tuple | dict) for v in value
     )
