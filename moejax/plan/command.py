@@ -116,8 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(rest)
-    stopped = "nothing was written"
-    return exit_code(lambda: run(args, overrides), stopped=stopped, debug=args.debug)
+    return exit_code(lambda: run(args, overrides), stopped="nothing was written", debug=args.debug)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -129,9 +128,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         raise InputError(f"--out is {args.out}. A plan file ends in .json. Rename it.")
     _check_flags(args)
     topology = load_topology(args.topology)
-    published = None
-    if args.hf is not None:
-        published = read_published(args.hf, topology.devices, overrides)
+    published = None if args.hf is None else read_published(args.hf, topology.devices, overrides)
     cfg, notes = config_to_plan(args, overrides, topology, published)
     check(cfg)
     if args.trainer is not None:

@@ -1,7 +1,4 @@
-"""The rates of a device: products and memory.
-
-Nothing here imports JAX.
-"""
+"""The rates of a device: products and memory."""
 
 import bisect
 import math

@@ -51,7 +51,17 @@ def load_topology(name: str) -> Topology:
     word, colon, count = name.partition(":")
     if word in known_clusters():
         topology = read_topology(CLUSTERS / f"{word}.json")
-        return _of_nodes(topology, name, count) if colon else topology
+        if not colon:
+            return topology
+        try:
+            if not count.isascii() or not count.isdigit() or len(count) > 9:
+                raise ValueError(f"`{short(count)[1:-1]}` is not a number of nodes.")
+            return topology.of_nodes(int(count))
+        except ValueError as error:
+            raise InputError(
+                f"no such cluster. `{short(name)[1:-1]}`: {error} The number after the colon is "
+                f"the number of nodes. Write, for example, {topology.name}:{topology.nodes}."
+            ) from error
     if Path(name).is_file():
         return read_topology(Path(name))
     known = ", ".join(known_clusters())
@@ -121,11 +131,7 @@ def to_text(topology: Topology) -> str:
 
 
 def _laid_out(value: Any, newline: str) -> str:
-    """Formats JSON with one entry a line; lists of plain values stay on one line.
-
-    Args:
-      newline: a line break and the current indentation.
-    """
+    """Formats JSON, one entry a line, indented as `newline` is; plain lists stay on one line."""
     nested = isinstance(value, list | tuple) and any(
         isinstance(v, list | tuple | dict) for v in value
     )
@@ -158,9 +164,7 @@ def from_json(facts: Any, file: str) -> Topology:
         source=part.text("source"),
         device=_device(part.inner("device")),
         tiers=tuple(_tier(inner) for inner in part.items("tiers")),
-        pairs=part.matrix("pairs"),
-        node_names=part.texts("node_names"),
-        asymmetric=part.flag("asymmetric"),
+        **part.given(pairs=part.matrix, node_names=part.texts, asymmetric=part.flag),
     )
     _check_tiers(part, topology)
     _check_pairs(part, topology)
@@ -193,7 +197,7 @@ def _device(part: JsonObject) -> Device:
         gather_bytes_per_s=part.rate("gather_bytes_per_s"),
         startup_s=part.share("startup_s", 1),
         copies=copies,
-        **{name: part.rate(name) for name in VALUES if name in part.facts},
+        **part.given(**dict.fromkeys(VALUES, part.rate)),
         program_overhead=part.rate("program") if "program" in part.facts else 1.0,
         oversubscription=part.rate("sharing") if "sharing" in part.facts else 1.0,
     )
@@ -242,9 +246,7 @@ def _link(part: JsonObject) -> Link:
     return Link(
         startup_s=part.share("startup_s", 60),
         bytes_per_s=rate,
-        error=part.share("error", 1e6) if "error" in part.facts else 0.0,
-        points=part.curve("points") if "points" in part.facts else (),
-        bends=part.curve("bends") if "bends" in part.facts else (),
+        **part.given(error=lambda name: part.share(name, 1e6), points=part.curve, bends=part.curve),
     )
 
 
@@ -309,15 +311,3 @@ def _known_rates() -> dict[str, tuple[float, ...]]:
         both = itertools.zip_longest(rates, fastest.get(device, ()), fillvalue=0.0)
         fastest[device] = tuple(map(max, both))
     return fastest
-
-
-def _of_nodes(topology: Topology, name: str, count: str) -> Topology:
-    try:
-        if not count.isascii() or not count.isdigit() or len(count) > 9:
-            raise ValueError(f"`{short(count)[1:-1]}` is not a number of nodes.")
-        return topology.of_nodes(int(count))
-    except ValueError as error:
-        raise InputError(
-            f"no such cluster. `{short(name)[1:-1]}`: {error} The number after the colon is "
-            f"the number of nodes. Write, for example, {topology.name}:{topology.nodes}."
-        ) from error

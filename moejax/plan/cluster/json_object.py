@@ -73,17 +73,17 @@ class JsonObject:
             field, "text", lambda v: isinstance(v, str) and v != "" and v.isprintable()
         )
 
+    def given(self, **readers: Callable[[str], Any]) -> dict[str, Any]:
+        """Returns the values of those of the fields that are there."""
+        return {field: read(field) for field, read in readers.items() if field in self.facts}
+
     def texts(self, field: str) -> tuple[str, ...]:
-        """Returns a list of strings; () if the field is missing."""
-        if field not in self.facts:
-            return ()
+        """Returns a list of strings."""
         rule = "a list of strings"
         return tuple(self.value(field, rule, lambda v: _all(v, lambda x: isinstance(x, str))))
 
     def flag(self, field: str) -> bool:
-        """Returns a boolean; False if the field is missing."""
-        if field not in self.facts:
-            return False
+        """Returns a boolean."""
         return self.value(field, "true or false", lambda v: isinstance(v, bool))
 
     def count(self, field: str) -> int:
@@ -110,9 +110,7 @@ class JsonObject:
         return tuple((x, float(y)) for x, y in self.value(field, rule, holds))
 
     def matrix(self, field: str) -> tuple[tuple[float, ...], ...]:
-        """Returns a matrix; () if the field is missing. `_check_pairs` checks its shape."""
-        if field not in self.facts:
-            return ()
+        """Returns a matrix; `_check_pairs` checks its shape."""
         rule = "a list of lists of numbers, none below 0; what is missing must be measured"
         rows = self.value(
             field,

@@ -62,11 +62,7 @@ LEVELS = ("merge", "two_level", "two_level_merge")  # routes that its flex dispa
 
 
 def to_megatron(cfg: Config, node_devices: int) -> Translation:
-    """Returns the nearest arguments of Megatron-LM for a plan's resolved config.
-
-    Args:
-      node_devices: devices that the fastest links join.
-    """
+    """Returns the nearest arguments of Megatron-LM for a resolved config, by devices of a node."""
     sizes = sizes_of(cfg)
     return Translation(
         trainer="Megatron-LM",

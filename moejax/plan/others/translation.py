@@ -93,10 +93,8 @@ class Sizes:
 
     Attributes:
       stage, replica, fsdp, expert, tensor: devices along the mesh axes; their product is all.
-      nodes: nodes of the cluster.
       across: devices along each axis that lie on different nodes; by axis.
       batch: sequences of one step, over all devices.
-      micro_batches: micro-batches of one step.
     """
 
     stage: int

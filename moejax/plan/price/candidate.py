@@ -62,8 +62,7 @@ class PricedPlan:
 
     Attributes:
       parts: (share of the expert layers, the step if all layers were like these).
-      steps: peak memory of a step.
-      evaluation: peak memory of evaluation. Sampling needs no more.
+      steps, evaluation: peak memory of a step, and of evaluation. Sampling needs no more.
     """
 
     traced: TracedStep = field(repr=False)

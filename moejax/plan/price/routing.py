@@ -134,7 +134,10 @@ def _layer(
     """Returns the chances of a layer: that its buckets hold all rows, and that there are rounds."""
     if not route.exchanges:
         return [(1.0, BucketFill())]
-    rows_E = _rows(share_E, cfg, tokens)
+    # A device's assignments to each expert: at most one a token, at most its capacity.
+    capacity, choices = expert_capacity(cfg.moe, tokens=tokens), cfg.moe.experts_per_token
+    max_tokens = float(tokens if capacity is None else min(tokens, capacity))
+    rows_E = [min(max_tokens, tokens * choices * share) for share in share_E]
     senders = math.prod(hop.peers(layout) for hop in route.exchanges)
     ranks = math.prod(layout.size(hop.axes) for hop in route.hops if hop.kind == "gather")
     devices = layout.size(layout.inside.mesh_axes)
@@ -157,13 +160,6 @@ def _layer(
     if chance > 1 - RARE:
         return [(1.0, with_rounds)]
     return [(1 - chance, usual), (chance, with_rounds)]
-
-
-def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:
-    """Returns a device's assignments to each expert: at most one a token, at most its capacity."""
-    capacity = expert_capacity(cfg.moe, tokens=tokens)
-    max_tokens = tokens if capacity is None else min(tokens, capacity)
-    return [min(float(max_tokens), tokens * cfg.moe.experts_per_token * share) for share in share_E]
 
 
 def _overflow(

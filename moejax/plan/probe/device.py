@@ -31,11 +31,7 @@ def probe_device(
     quick: bool,
     progress: ProgressFn,
 ) -> Device:
-    """Returns the rates of a device.
-
-    Args:
-      quick: fewer sizes and dtypes.
-    """
+    """Returns the rates of a device; of fewer sizes and dtypes if `quick`."""
     dtypes = DTYPES[:1] if quick else DTYPES
     sizes = PRODUCTS[platform][1::2] if quick else PRODUCTS[platform]
     products = {}

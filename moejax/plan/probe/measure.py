@@ -67,7 +67,6 @@ def probe(
     Args:
       devices: the devices that `runtime.start.start` returns.
       nodes: number of nodes from the user; None: find them from the devices.
-      progress: called with a text before each measurement.
 
     Returns:
       The topology and warnings about it, the same in every process.

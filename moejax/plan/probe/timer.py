@@ -88,7 +88,6 @@ class Stopwatch:
         by the number of the process's devices. The busiest process counts.
 
         Args:
-          operate, start: as for `seconds`.
           seconds: about how long the operation takes.
         """
         run = self._ready(operate, start)

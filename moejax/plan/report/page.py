@@ -103,11 +103,7 @@ def _model(best: PricedPlan) -> dict[str, Any]:
 def _plan(
     plan: PricedPlan, name: str, topology: Topology, changes: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Returns a plan and its prices.
-
-    Args:
-      changes: its sensitivity table; None: not computed.
-    """
+    """Returns a plan, its prices, and `changes`: its sensitivity table, or None if not computed."""
     return {
         "name": name,
         "mesh": tables.mesh_text(plan.cfg),

@@ -106,8 +106,8 @@ def print_ranked(
         highlight=False,
     )
     words = " ".join(f"{name}: {RULES[name]}." for name in result.rules) or "none fits."
-    rules = f"{gain_text(result)} Rules of thumb, without codecs: {words}"
-    console.print(rules, highlight=False)
+    said = f"{gain_text(result)} Rules of thumb, without codecs: {words}"
+    console.print(said, highlight=False)
     if result.cut is not None:
         console.print(f"note: {result.cut}", highlight=False, soft_wrap=True)
 

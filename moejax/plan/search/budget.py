@@ -22,7 +22,6 @@ class Budget:
     Attributes:
       traces: number of traces after which nothing more is traced.
       seconds: time cap.
-      traced: traces so far.
       slowest: seconds of the slowest trace.
       cut: whether the time cap ended the search.
       before: the budget of the part of the search before this one; None: this is the first.

@@ -286,11 +286,7 @@ class Estimate:
         return moved + self._moved(experts / share, trained[1] / share, layout.fsdp)
 
     def _moved(self, size: float, reduced: float, axes: Axes) -> float:
-        """Returns the seconds of gathering parameters and reducing gradients, hop by hop.
-
-        Args:
-          size, reduced: parameters, and parameters (or adapters) with gradients.
-        """
+        """Returns the seconds of gathering `size` parameters and reducing `reduced` gradients."""
         layout = self.layout
         width = WIDTHS[self.cfg.model.dtype]
         wide = WIDTHS[self.cfg.train.gradient_dtype]

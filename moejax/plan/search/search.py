@@ -270,11 +270,7 @@ class _Search:
         return plan.peak.bytes <= self.memory_budget
 
     def _lighter(self, cfg: Config, plan: PricedPlan | None = None) -> Config | None:
-        """Returns the smallest change that fits by estimate.
-
-        Args:
-          plan: the traced plan; shows how much the estimate was too low.
-        """
+        """Returns the smallest change that fits by estimate, which a traced `plan` corrects."""
         held, factor = 0.0, 1.0
         if plan is not None:
             held = plan.peak.arguments
