@@ -269,18 +269,11 @@ def select_attention(
     widest, queries = max(width, value_width or width), length // slices
     if hardware.platform == "tpu":
         return select_splash(dtype, width, value_width or width, length, isolated, slices)
-    why_not = _cudnn_declines(hardware, dtype, widest, sinks)
     masked = isolated or slices > 1
     mask_bytes = 2 * sequences * queries * length if masked else 0
-    if why_not is None and masked and queries % 2:
-        why_not = f"with a mask it takes an even number of positions, this is {queries}"
-    if why_not is None and mask_bytes > MASK_BYTES:
-        what = "documents would be kept apart" if isolated else "slices would be kept in order"
-        none = "It needs none with data.isolate_documents=False, and" if slices == 1 else "It needs"
-        why_not = (
-            f"{what} by a mask of {mask_bytes / 2**30:.1f} GiB. At most "
-            f"{MASK_BYTES / 2**30:.0f} is given to it. {none} less with more train.micro_batches"
-        )
+    why_not = _cudnn_declines(hardware, dtype, widest, sinks)
+    if why_not is None and masked:
+        why_not = _mask_declines(mask_bytes, queries, isolated, slices)
     if why_not is not None or slices > 1:
         why_not_ranges = _tokamax_declines(hardware, dtype, widest)
         if why_not_ranges is None:
@@ -318,6 +311,20 @@ def _cudnn_declines(hardware: Hardware, dtype: str, width: int, sinks: bool) -> 
     if width % 8 or width > widest:
         return f"heads are {width} wide. It takes multiples of 8 up to {widest}"
     return None
+
+
+def _mask_declines(mask_bytes: int, queries: int, isolated: bool, slices: int) -> str | None:
+    """Returns why cuDNN's fused attention does not run with a mask; None if it does."""
+    if queries % 2:
+        return f"with a mask it takes an even number of positions, this is {queries}"
+    if mask_bytes <= MASK_BYTES:
+        return None
+    what = "documents would be kept apart" if isolated else "slices would be kept in order"
+    none = "It needs none with data.isolate_documents=False, and" if slices == 1 else "It needs"
+    return (
+        f"{what} by a mask of {mask_bytes / 2**30:.1f} GiB. At most "
+        f"{MASK_BYTES / 2**30:.0f} is given to it. {none} less with more train.micro_batches"
+    )
 
 
 def _tokamax_declines(hardware: Hardware, dtype: str, width: int) -> str | None:

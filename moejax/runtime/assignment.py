@@ -58,7 +58,8 @@ class Assignment:
     def _decided(self, generation: int) -> bool:
         """Whether a change is made, or another is proposed in its place."""
         now = self._newest
-        return now["process"] is None or now["coordinator"] or now["generation"] != generation
+        made = now["process"] is None or bool(now["coordinator"])
+        return made or now["generation"] != generation
 
     def _read(self) -> dict[str, Any] | None:
         """Returns the file's content if it was written since the last look."""

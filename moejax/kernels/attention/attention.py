@@ -68,20 +68,8 @@ def attention(
         told_BT = segment_BS if implementation == "splash" else None
         options = {"window": window, "scale": scale, "sinks_H": sinks_H}
         return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
-    form: dict[str, Any] = _library_form(implementation, segment_BS, window, T)
-    form["scale"] = scale
-    V, widest = v_BSGV.shape[-1], max(q_BTHC.shape[-1], v_BSGV.shape[-1])
-    # The library takes heads of one width: channels of zeros change no score and are cut off again.
-    q_BTHC, k_BSGC, v_BSGV = (_widened(x, widest) for x in (q_BTHC, k_BSGC, v_BSGV))
-    if implementation == "reference":
-        y_BTHV = _reference(q_BTHC, k_BSGC, v_BSGV, sinks_H, form)
-    else:
-        if sinks_H is not None:
-            raise ValueError(f"{implementation} takes no sinks")
-        y_BTHV = jax.nn.dot_product_attention(
-            q_BTHC, k_BSGC, v_BSGV, implementation="cudnn", **form
-        )
-    return y_BTHV[..., :V] if widest > V else y_BTHV
+    form = _library_form(implementation, segment_BS, window, T) | {"scale": scale}
+    return _by_library(implementation, form, q_BTHC, k_BSGC, v_BSGV, sinks_H)
 
 
 def sliced_attention(
@@ -181,6 +169,29 @@ def _library_form(
     # Causal besides, so that the kernel skips later keys; it takes no window here. The library
     # counts queries from the first key, so not if queries are only at the last positions.
     return {"mask": mask_BTS[:, None], "is_causal": whole}
+
+
+def _by_library(
+    implementation: str,
+    form: dict[str, Any],
+    q_BTHC: jax.Array,
+    k_BSGC: jax.Array,
+    v_BSGV: jax.Array,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
+    """Attends by `jax.nn.dot_product_attention`, with the arguments of `_library_form`."""
+    V, widest = v_BSGV.shape[-1], max(q_BTHC.shape[-1], v_BSGV.shape[-1])
+    # The library takes heads of one width: channels of zeros change no score and are cut off again.
+    q_BTHC, k_BSGC, v_BSGV = (_widened(x, widest) for x in (q_BTHC, k_BSGC, v_BSGV))
+    if implementation == "reference":
+        y_BTHV = _reference(q_BTHC, k_BSGC, v_BSGV, sinks_H, form)
+    else:
+        if sinks_H is not None:
+            raise ValueError(f"{implementation} takes no sinks")
+        y_BTHV = jax.nn.dot_product_attention(
+            q_BTHC, k_BSGC, v_BSGV, implementation="cudnn", **form
+        )
+    return y_BTHV[..., :V] if widest > V else y_BTHV
 
 
 def _widened(x_BTHC: jax.Array, width: int) -> jax.Array:
