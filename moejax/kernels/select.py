@@ -263,8 +263,7 @@ def select_attention(
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
       value_width: width of a head's values; None for `width`.
       sinks: whether a learned logit takes part in each softmax.
-      slices: number of slices of the positions (`sliced_attention`). More than
-        one need a mask too.
+      slices: slices of the positions (`sliced_attention`); above one they need a mask too.
     """
     widest, queries = max(width, value_width or width), length // slices
     if hardware.platform == "tpu":
