@@ -41,6 +41,9 @@ def test_a_value_that_the_compiler_refuses_is_an_error():
         (1, {"reduction_hops": 0}, 3),
         (1, {"reduction_hops": 2}, 3),
         (1, {"reduction_hops": 3}, 4),
+        # Where nothing is exchanged, a gather and a reduction.
+        (0, {}, 2),
+        (0, {"reduction_hops": 3}, 2),
         # Transfers between stages have a slot beside the loops over layers.
         (0, {"stages": 2}, 2),
         (1, {"stages": 2}, 4),
@@ -51,8 +54,7 @@ def test_collectives_that_may_be_under_way_on_gpus(hops, more, slots):
     assert list(compiler_options("gpu", hops=hops, **more).values()) == [slots]
 
 
-def test_without_hops_nothing_is_asked_of_gpus_and_of_tpus_only_what_moves_weights():
-    assert compiler_options("gpu", hops=0) == {}
+def test_without_hops_only_what_moves_weights_is_asked_of_tpus():
     offload = "xla_tpu_enable_sparse_core_collective_offload"
     weights = {f"{offload}_all_gather": "true", f"{offload}_reduce_scatter": "true"}
     assert compiler_options("tpu", hops=0) == weights
