@@ -70,7 +70,7 @@ def _gradients(
     residuals = log_BHT, jnp.ones_like(log_BHT)
     pull = pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp()
     found = pull(residuals, y_BTHV, dy_BTHV, *bound.args, **form)
-    return found.q, found.k, found.v
+    return found["q"], found["k"], found["v"]
 
 
 def _form(first_BT: jax.Array, last_BT: jax.Array, scale: float) -> dict[str, Any]:
