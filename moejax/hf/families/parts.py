@@ -23,9 +23,11 @@ class Part(Protocol):
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the keys."""
+        ...
 
     def read(self, config: Config) -> dict[str, Any]:
         """Returns the settings that the keys stand for."""
+        ...
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         """Returns the keys.
@@ -33,6 +35,7 @@ class Part(Protocol):
         Args:
           base: the `config.json` that the weights once came with; empty without one.
         """
+        ...
 
 
 @dataclass(frozen=True)

@@ -181,10 +181,10 @@ def _key_blocks(x_BSGC: jax.Array, rows: int) -> jax.Array:
 
 def _range_blocks(first_BT, last_BT, heads: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """The first and the last key of each query, [B, N, P]; queries that fill a block see none."""
-    none = jnp.iinfo(jnp.int32).max // 2
-    first_BT, last_BT = _padded(first_BT, rows, none), _padded(last_BT, rows, -1)
-    shape = (first_BT.shape[0], -1, rows)
-    return tuple(jnp.tile(x.reshape(shape), (1, 1, heads)) for x in (first_BT, last_BT))
+    none, shape = jnp.iinfo(jnp.int32).max // 2, (first_BT.shape[0], -1, rows)
+    first_BNQ = _padded(first_BT, rows, none).reshape(shape)
+    last_BNQ = _padded(last_BT, rows, -1).reshape(shape)
+    return jnp.tile(first_BNQ, (1, 1, heads)), jnp.tile(last_BNQ, (1, 1, heads))
 
 
 def _padded(x_BT: jax.Array, rows: int, value: int) -> jax.Array:

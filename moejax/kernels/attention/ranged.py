@@ -13,7 +13,7 @@ of the whole softmax, and no merge is differentiated.
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,9 @@ def _merge(results: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.A
 def _backward(form: Form, saved, dy_BTHV):
     q_BTHC, pieces, sinks_H, y_BTHV, log_BTH = saved
     kernel = IMPLEMENTATIONS[form.implementation]
-    dq_BTHC, of_pieces = 0.0, []
+    dq_BTHC: Any = 0
+    none: Any = None  # no gradient of integers
+    of_pieces = []
     for keys, extent in zip(pieces, form.extents, strict=True):
         whole = y_BTHV, log_BTH, dy_BTHV
         part_BTHC, dk_BSGC, dv_BSGV = kernel.gradients(
@@ -152,7 +154,7 @@ def _backward(form: Form, saved, dy_BTHV):
         )
         dq_BTHC += part_BTHC.astype(jnp.float32)
         dk_BSGC = dk_BSGC.astype(keys.k_BSGC.dtype)
-        of_pieces.append(Keys(dk_BSGC, dv_BSGV.astype(keys.v_BSGV.dtype), None, None))
+        of_pieces.append(Keys(dk_BSGC, dv_BSGV.astype(keys.v_BSGV.dtype), none, none))
     dsinks_H = None
     if sinks_H is not None:  # a sink has a weight like a key, and a value of zeros
         dot_BTH = jnp.sum(y_BTHV.astype(jnp.float32) * dy_BTHV, axis=-1)

@@ -53,7 +53,7 @@ class Totals:
     bytes_sent: dict[tuple[str, str], float] = field(default_factory=partial(defaultdict, float))
     exposed: dict[str, float] = field(default_factory=partial(defaultdict, float))
 
-    def add(self, other: "Totals", times: int) -> None:
+    def add(self, other: "Totals", times: float) -> None:
         """Adds the totals of a part that runs `times` times."""
         for name, total in vars(self).items():
             for key, value in getattr(other, name).items():
@@ -76,7 +76,7 @@ class SimulatedStep:
     totals: Totals
     ops: tuple[Op, ...]
     sizes: tuple[float, ...]
-    inside: "dict[int, tuple[SimulatedStep, int]]"
+    inside: "dict[int, tuple[SimulatedStep, float]]"
 
     @property
     def seconds(self) -> float:
@@ -216,7 +216,7 @@ class _TaskBuilder:
         self.ops: list[Op] = []
         self.sizes: list[float] = []
         self.totals = Totals()
-        self.inside: dict[int, tuple[SimulatedStep, int]] = {}
+        self.inside: dict[int, tuple[SimulatedStep, float]] = {}
         self.ends: list[tuple[int, ...]] = []  # tasks that finish each operation
         self.sending: tuple[int, ...] = ()  # tasks of the last collective that others wait for
         self.begun: tuple[int, ...] = ()  # tasks that the last collective waited for

@@ -114,7 +114,7 @@ class Schedule:
     outputs: tuple[int | None, ...] = ()
 
 
-def walk(schedule: Schedule, times: int = 1) -> Iterator[tuple[Op, int]]:
+def walk(schedule: Schedule, times: float = 1) -> Iterator[tuple[Op, float]]:
     """Yields every operation but loops, with how often a step runs it."""
     for op in schedule.ops:
         if op.body is None:
@@ -126,7 +126,7 @@ def walk(schedule: Schedule, times: int = 1) -> Iterator[tuple[Op, int]]:
 def collectives_of(schedule: Schedule) -> list[Collective]:
     """Returns every collective, in order, with its calls a step."""
     return [
-        replace(op.collective, calls=times)
+        replace(op.collective, calls=round(times))
         for op, times in walk(schedule)
         if op.collective is not None
     ]
