@@ -134,7 +134,7 @@ def main() -> None:
     """Measures what is missing; writes the results after each cluster."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     path = args.out / "weights.json"

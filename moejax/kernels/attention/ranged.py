@@ -41,7 +41,7 @@ class Keys(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """What is known of a piece's ranges while a program is traced, for its price.
+    """The facts about a piece's ranges that a traced program knows; they set its price.
 
     Attributes:
       starts: places that the first query may have among the keys, each as likely as another.
