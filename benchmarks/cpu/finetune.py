@@ -228,9 +228,17 @@ def fine_tune(
 
 
 def held_out_text(place: Path, setup: Setup, run: str) -> float:
-    """Returns bits per byte of the first text's held-out part, in the batches of its training."""
+    """Returns bits per byte of the first text's held-out part, in the batches of its training.
+
+    The export's tokenizer is another file, so that an imported model has token files of its own.
+    """
+    tokens = "text"
+    if run == "imported":
+        tokens, tokenizer = "imported", ("--tokenizer", "imported/hf/tokenizer.json")
+        files = (*tokenizer, "--eval-fraction", 0.05, "--out", "data/imported", "--overwrite")
+        moejax(place, "prepare", "text.jsonl", *files)
     batch = [w for w in setup.pretraining if w.startswith(("data.", "train.batch_sequences"))]
-    words = ("--data", "data/text.eval.bin", "--json", *settings(*batch))
+    words = ("--data", f"data/{tokens}.eval.bin", "--json", *settings(*batch))
     found = moejax(place, "eval", "--run", run, *words)
     return json.loads(found)["bits_per_byte"]
 
