@@ -92,6 +92,12 @@ class MeshConfig:
         1, "experts spread over these devices (tokens and dense weights too)", at_least=1
     )
     tensor: int = setting(1, "heads and hidden width spread over these devices", at_least=1)
+    context: int = setting(
+        1, "devices, the last of fsdp and expert, that share each sequence", at_least=1
+    )
+    context_stripe: int = setting(
+        512, "positions side by side of a sequence that is shared", at_least=1
+    )
     stage: int = setting(1, "pipeline stages: layers spread over these devices", at_least=1)
     schedule: str = setting(
         "1f1b",

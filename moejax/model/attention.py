@@ -15,9 +15,9 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.adapters import product, shape_of
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
+from moejax.model import context
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import Angles, rotate, score_factor
 
@@ -54,16 +54,16 @@ class Attention(nnx.Module):
             self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", spec)
 
     def __call__(
-        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
+        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
-        return self.prefill(x_BtD, segment_BT, angles)[0]
+        return self.prefill(x_BtD, segment_BS, angles)[0]
 
     def prefill(
-        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
+        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As `__call__`; also returns the keys and values of all positions, [B, S, G, C] each."""
-        attend = partial(attention, segment_BS=segment_BT, implementation=self.spec.attention)
+        """As `__call__`; also returns the keys and values of its positions, [B, T, G, C] each."""
+        attend = partial(context.attend, segment=segment_BS, spec=self.spec)
         return self._attend(x_BtD, angles, attend)
 
     def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:

@@ -194,6 +194,8 @@ def build_engine(
       prompts: number of prompts.
       tokens: most tokens that continue a prompt.
     """
+    # Each row is on one device: the context axes share rows here, and weights lie as they did.
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=1))
     layout = build_layout(cfg.mesh)
     tensor = layout.size(layout.tensor)
     rows = min(prompts, cfg.train.batch_sequences)

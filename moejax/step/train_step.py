@@ -78,7 +78,7 @@ class TrainStep:
 
     def abstract_prompt(self) -> tuple[jax.ShapeDtypeStruct, int]:
         """Returns the shapes that `next_logits` takes: a sequence on each device, and a length."""
-        shape = (self.layout.size(self.layout.token_axes), self.cfg.data.sequence_length)
+        shape = (self.layout.size(self.layout.row_axes), self.cfg.data.sequence_length)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding), 1
 
     def parameter_sizes(self) -> dict[str, tuple[str, int]]:

@@ -10,13 +10,12 @@ Backward hands each piece the result and the log of all pieces together: its pro
 of the whole softmax, and no merge is differentiated.
 """
 
-from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -47,23 +46,29 @@ class Extent(NamedTuple):
       starts: places that the first query may have among the keys, each as likely as another.
       window: keys that a query sees, itself included; None: all before it.
       before: whether only keys before the first query are seen.
+      run: queries that stand side by side, from one of the starts on; None: all of them.
     """
 
     starts: tuple[int, ...]
     window: int | None
     before: bool = False
+    run: int | None = None
 
-    def spans(self, queries: int, keys: int, rows: int = 1) -> Iterator[tuple[int, int]]:
-        """Yields the first and the last key of each block of `rows` queries, for every start."""
-        for start, block in product(self.starts, range(0, queries, rows)):
-            first, last = start + block, start + min(block + rows, queries) - 1
-            last = min(start - 1 if self.before else last, keys - 1)
-            yield 0 if self.window is None else max(0, first - self.window + 1), last
+    def visits(self, queries: int, keys: int, rows: int = 1, block: int = 1) -> float:
+        """Returns how many blocks of keys are seen by blocks of `rows` queries, together.
 
-    def pairs(self, queries: int, keys: int) -> float:
-        """Returns how many pairs of a query and a key see each other, a mean over the starts."""
-        seen = sum(max(0, last - first + 1) for first, last in self.spans(queries, keys))
-        return seen / len(self.starts)
+        With blocks of one it is the number of pairs that see each other. A mean over the starts.
+        """
+        run = min(self.run or queries, queries)
+        start_N1, row_M = np.array(self.starts)[:, None], np.arange(0, run, rows)
+        last_NM = np.minimum(start_N1 + np.minimum(row_M + rows, run) - 1, keys - 1)
+        if self.before:
+            last_NM = np.minimum(last_NM, start_N1 - 1)
+        none = np.zeros_like(last_NM)
+        back = 0 if self.window is None else start_N1 + row_M - self.window + 1
+        first_NM = np.maximum(none, back)
+        seen = np.maximum(none, last_NM // block - first_NM // block + 1)
+        return float(np.sum(seen)) / len(self.starts) * (queries / run)
 
 
 class Form(NamedTuple):

@@ -39,7 +39,7 @@ def gradients(
 def _channels(q_BTHC: jax.Array, v_BSGV: jax.Array, extent: Any) -> int:
     """FLOPs of one product of the pairs that see each other, of mean width."""
     B, T, H, C = q_BTHC.shape
-    return round(B * H * (C + v_BSGV.shape[-1]) * extent.pairs(T, v_BSGV.shape[1]))
+    return round(B * H * (C + v_BSGV.shape[-1]) * extent.visits(T, v_BSGV.shape[1]))
 
 
 def _forward(q_BTHC, k_BSGC, v_BSGV, first_BT, last_BT, *, scale: float):
