@@ -5,9 +5,9 @@ positions lie in stripes, which are dealt back and forth: the first c stripes to
 the next c to devices c - 1 to 0, and so on. So each device has early and late positions, which see
 few and many keys. A device's positions are in order, stripe after stripe.
 
-Letters: those of `layout.layout`; c devices that share a sequence, S its positions, T = S / c those
-of a device, t a tensor rank's part of them; s positions of a stripe, n pairs of stripes of a device,
-r keys before a stripe that its queries see.
+Letters: those of `layout.layout`; c devices that share a sequence; S positions of it, T = S / c
+those of a device, t a tensor rank's part of them; s positions of a stripe, n pairs of stripes of a
+device, r keys before a stripe that its queries see.
 """
 
 from functools import partial
@@ -52,6 +52,18 @@ def gather(x_BT: jax.Array, layout: Layout) -> jax.Array:
     """
     with jax.named_scope(CONTEXT):
         return _gather(layout, False, x_BT) if layout.context else x_BT
+
+
+def keys_before(position: jax.Array, device: jax.Array, layout: Layout) -> jax.Array:
+    """Returns how many positions of a device are before some positions of the sequence.
+
+    Args:
+      device: its place along `Layout.context`.
+    """
+    c, s = layout.size(layout.context), layout.stripe
+    pair, within = position // (2 * c * s), position % (2 * c * s)
+    own = [jnp.clip(within - place * s, 0, s) for place in (device, 2 * c - 1 - device)]
+    return pair * 2 * s + own[0] + own[1]
 
 
 class Reach(NamedTuple):
@@ -160,7 +172,7 @@ def _extend(before: int, layout: Layout, over_tensor: bool, x_BT: jax.Array) -> 
     """Puts before each stripe the last keys of the stripe before it; zeros before the first."""
     x_BT = wire.all_gather(x_BT, layout.tensor if over_tensor else (), dim=1, tag=None)
     c, s, here = layout.size(layout.context), layout.stripe, wire.index(layout.context)
-    B, T, *rest = x_BT.shape
+    B, _, *rest = x_BT.shape
     x_Bn2s = x_BT.reshape(B, -1, 2, s, *rest)
     there, back = x_Bn2s[:, :, 0, s - before :], x_Bn2s[:, :, 1, s - before :]
     # Two chains and not one cycle: see `comm.links`.

@@ -98,6 +98,11 @@ class MeshConfig:
     context_stripe: int = setting(
         512, "positions side by side of a sequence that is shared", at_least=1
     )
+    context_exchange: str = setting(
+        "gather",
+        "keys of shared sequences: gather all, or pass on those of a device along a ring",
+        choices=("gather", "ring"),
+    )
     stage: int = setting(1, "pipeline stages: layers spread over these devices", at_least=1)
     schedule: str = setting(
         "1f1b",

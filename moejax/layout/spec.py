@@ -22,6 +22,8 @@ class StepSpec:
     # How weights sharded across nodes are gathered: "flat", or across nodes first, then inside; the
     # first at each "use", once for both "passes" of a micro-batch, or once a "step".
     gather_across: str = "flat"
+    # Keys of shared sequences: a "gather" of all, or a "ring" along which those of a device travel.
+    context_exchange: str = "gather"
     micro_bytes: int | None = None  # largest piece of a gradient in a collective; None: all of it
     adapter_scale: float = 1.0  # factor of the adapters' products (LoRA)
     experts: str = "blocked"  # implementation of kernels.expert_mlp

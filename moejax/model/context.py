@@ -15,6 +15,7 @@ from moejax.comm.context import Reach
 from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.ranged import Extent, Keys, ranged_attention, ranges
 from moejax.layout.spec import StepSpec
+from moejax.model import ring
 
 
 def see(sources: Any, reach: Reach, spec: StepSpec, *, over_tensor: bool = False) -> Any:
@@ -77,5 +78,8 @@ def attend(
     if not spec.layout.context:
         own = {"window": window, "implementation": spec.attention}
         return attention(q_BTHC, k_BTGC, v_BTGV, segment, **own, **form)
-    seen = see((k_BTGC, v_BTGV), context.reach_of(window, spec.layout), spec)
-    return attend_seen(q_BTHC, *seen, segment=segment, window=window, spec=spec, **form)
+    reach, form = context.reach_of(window, spec.layout), form | {"segment": segment}
+    if reach.before is None and spec.context_exchange == "ring":
+        return ring.attend(q_BTHC, k_BTGC, v_BTGV, window=window, spec=spec, **form)
+    seen = see((k_BTGC, v_BTGV), reach, spec)
+    return attend_seen(q_BTHC, *seen, window=window, spec=spec, **form)

@@ -71,9 +71,9 @@ class Transformer(nnx.Module):
     def __call__(
         self, token_BS: Int[Array, "B S"], segment_BS: Int[Array, "B S"], noise: Noise | None = None
     ) -> tuple[Float[Array, "B T D"], Weight, MoEStats | None]:
-        """Returns the final hidden states of this device's positions, and what comes with them.
+        """Returns final hidden states of this device's positions, output projection, statistics.
 
-        They are all positions, or those of `comm.context`. Beside them: output projection, statistics.
+        They are all positions, or where devices share sequences `context.own` of them.
 
         The projection [D, v] is this tensor rank's slice of the vocabulary. The statistics of the
         expert layers are stacked in layer order.

@@ -144,6 +144,7 @@ def build_spec(
         codecs=codecs,
         gather_dense=cfg.mesh.gather_dense,
         gather_across=cfg.mesh.gather_across,
+        context_exchange=cfg.mesh.context_exchange,
         micro_bytes=cfg.train.reduction_bytes,
         adapter_scale=cfg.lora.scale,
         experts=chosen.get("experts", "blocked"),

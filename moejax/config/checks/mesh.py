@@ -163,6 +163,11 @@ def check_context(cfg: Config) -> None:
         f"mesh.context_stripe = {pair}. Each device has pairs of stripes. Choose "
         f"{multiples(length, pair)}, or a smaller mesh.context_stripe.",
     )
+    require(
+        mesh.context_exchange == "gather" or not cfg.model.is_latent,
+        "`mesh.context_exchange` is ring and `model.attention` is latent. Latents are narrow, so "
+        "that gathering them sends less. Set mesh.context_exchange=gather.",
+    )
     own, ranks = length // mesh.context, mesh.tensor * mesh.stage
     require(
         own % ranks == 0,

@@ -13,6 +13,7 @@ LAYOUT = (
     "mesh.expert_weights",
     "mesh.context",
     "mesh.context_stripe",
+    "mesh.context_exchange",
 )
 EXCHANGE = ("route", "route_chunks", "route_chunks_backward", "moe.headroom")
 REDUCTION = ("train.reduction_bytes", "mesh.gather_dense", "mesh.gather_across")

@@ -71,6 +71,13 @@ class Extent(NamedTuple):
         return float(np.sum(seen)) / len(self.starts) * (queries / run)
 
 
+class Merged(NamedTuple):
+    """The result of keys that queries have seen so far, and the log of its denominators."""
+
+    y_BTHV: Float[Array, "B T H V"]
+    log_BTH: Float[Array, "B T H"]
+
+
 class Form(NamedTuple):
     """The static arguments."""
 
@@ -126,24 +133,44 @@ def _attend(form: Form, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
 def _forward(form: Form, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
     kernel = IMPLEMENTATIONS[form.implementation]
     results = [
-        kernel.forward(q_BTHC, *keys, scale=form.scale, extent=extent)
+        Merged(*kernel.forward(q_BTHC, *keys, scale=form.scale, extent=extent))
         for keys, extent in zip(pieces, form.extents, strict=True)
     ]
-    y_BTHV, log_BTH = results[0] if len(results) == 1 else _merge(results)
-    if sinks_H is not None:
-        y_BTHV = y_BTHV * jax.nn.sigmoid(log_BTH - sinks_H)[..., None]
-        log_BTH = jnp.logaddexp(log_BTH, sinks_H)
+    y_BTHV, log_BTH = join_sinks(merge(results), sinks_H)
     y_BTHV = y_BTHV.astype(pieces[0].v_BSGV.dtype)
     y_BTHV, log_BTH = (checkpoint_name(x, ATTENDED) for x in (y_BTHV, log_BTH))
     return y_BTHV, (q_BTHC, pieces, sinks_H, y_BTHV, log_BTH)
 
 
-def _merge(results: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """The results of pieces as those of one."""
+def merge(results: list[Merged]) -> Merged:
+    """Returns the results of several pieces as those of one."""
+    if len(results) == 1:
+        return results[0]
     y_NBTHV, log_NBTH = (jnp.stack(x) for x in zip(*results, strict=True))
     log_BTH = jax.nn.logsumexp(log_NBTH, axis=0)
     weight_NBTH1 = jnp.exp(log_NBTH - log_BTH)[..., None]
-    return jnp.sum(y_NBTHV.astype(jnp.float32) * weight_NBTH1, axis=0), log_BTH
+    return Merged(jnp.sum(y_NBTHV.astype(jnp.float32) * weight_NBTH1, axis=0), log_BTH)
+
+
+def join_sinks(merged: Merged, sinks_H: jax.Array | None) -> Merged:
+    """Returns the result with sinks in each softmax."""
+    if sinks_H is None:
+        return merged
+    y_BTHV, log_BTH = merged
+    share_BTH1 = jax.nn.sigmoid(log_BTH - sinks_H)[..., None]
+    return Merged(y_BTHV * share_BTH1, jnp.logaddexp(log_BTH, sinks_H))
+
+
+def sink_gradient(sinks_H: jax.Array | None, y_BTHV, log_BTH, dy_BTHV) -> jax.Array | None:
+    """Returns the gradient of sinks: each has a weight like a key, and a value of zeros.
+
+    Args:
+      y_BTHV, log_BTH: results with sinks.
+    """
+    if sinks_H is None:
+        return None
+    dot_BTH = jnp.sum(y_BTHV.astype(jnp.float32) * dy_BTHV, axis=-1)
+    return -jnp.sum(jnp.exp(sinks_H - log_BTH) * dot_BTH, axis=(0, 1))
 
 
 def _backward(form: Form, saved, dy_BTHV):
@@ -160,10 +187,7 @@ def _backward(form: Form, saved, dy_BTHV):
         dq_BTHC += part_BTHC.astype(jnp.float32)
         dk_BSGC = dk_BSGC.astype(keys.k_BSGC.dtype)
         of_pieces.append(Keys(dk_BSGC, dv_BSGV.astype(keys.v_BSGV.dtype), none, none))
-    dsinks_H = None
-    if sinks_H is not None:  # a sink has a weight like a key, and a value of zeros
-        dot_BTH = jnp.sum(y_BTHV.astype(jnp.float32) * dy_BTHV, axis=-1)
-        dsinks_H = -jnp.sum(jnp.exp(sinks_H - log_BTH) * dot_BTH, axis=(0, 1))
+    dsinks_H = sink_gradient(sinks_H, y_BTHV, log_BTH, dy_BTHV)
     return dq_BTHC.astype(q_BTHC.dtype), tuple(of_pieces), dsinks_H
 
 
