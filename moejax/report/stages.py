@@ -21,7 +21,7 @@ from moejax.train.records.profile import DIRECTORY, PROGRAM
 KEPT = "stages.json"
 STAGES = (
     "embed", "attention", "mlp", "router", "routing", "dispatch", "experts", "combine",
-    "activations", "weights", "dense_gradient", "expert_gradient", "stage", "stage_gradient",
+    "activations", "context", "weights", "dense_gradient", "expert_gradient", "stage", "stage_gradient",
     "loss", "predict_ahead", "update",
 )  # fmt: skip
 OTHER = "other"

@@ -319,7 +319,8 @@ class _Search:
         gathers, routes = (
             partial(part, limits=self.limits) for part in (space.gathers, space.exchanges)
         )
-        first = (self._heavier, self._schedules, self._coded, gathers, routes, self._headrooms)
+        keys = partial(space.key_exchanges, limits=self.limits)
+        first = (self._heavier, self._schedules, self._coded, gathers, keys, routes, self._headrooms)
         for neighbours in first:
             best = self._best_of(best, neighbours(best.cfg))
         if not chunks:
