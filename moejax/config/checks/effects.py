@@ -47,6 +47,11 @@ _OF_AXES: tuple[_Effect, ...] = (
         "`mesh.fsdp` and `mesh.expert` are 1",
     ),
     (
+        "mesh.context_stripe mesh.context_exchange",
+        lambda cfg: cfg.mesh.context > 1,
+        "`mesh.context` is 1, so no device shares a sequence",
+    ),
+    (
         "mesh.schedule mesh.stage_keeps mesh.stage_slices",
         lambda cfg: cfg.mesh.stage > 1,
         "`mesh.stage` is 1",

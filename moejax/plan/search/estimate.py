@@ -293,7 +293,7 @@ class Estimate:
         return once * (2 + wide) * self._full_blocks()
 
     def _seen_keys(self) -> float:
-        """Returns the channels of keys and values, or of latents, that a device gathers in a block."""
+        """Returns the elements of keys and values, or latents, that a device gathers in a block."""
         layout, model = self.layout, self.cfg.model
         if not layout.context:
             return 0.0

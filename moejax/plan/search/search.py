@@ -320,7 +320,15 @@ class _Search:
             partial(part, limits=self.limits) for part in (space.gathers, space.exchanges)
         )
         keys = partial(space.key_exchanges, limits=self.limits)
-        first = (self._heavier, self._schedules, self._coded, gathers, keys, routes, self._headrooms)
+        first = (
+            self._heavier,
+            self._schedules,
+            self._coded,
+            gathers,
+            keys,
+            routes,
+            self._headrooms,
+        )
         for neighbours in first:
             best = self._best_of(best, neighbours(best.cfg))
         if not chunks:
