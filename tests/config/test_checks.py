@@ -207,7 +207,7 @@ SHARED = "mesh.expert=4 mesh.context=4 mesh.context_stripe=16"
 NOT_CUT = f"""
 mesh.context=8 -> `mesh.context` = 8 does not divide mesh.fsdp x mesh.expert = 4 ... 1, 2, 4
 mesh.context=2 mesh.simulated_devices=4 -> `mesh.context` = 2 is no product ... one of 1, 4
-mesh.context_stripe=20 -> `data.sequence_length` = 128 ... mesh.context_stripe = 160 ... 160
+mesh.context_stripe=20 -> `data.sequence_length` = 256 ... mesh.context_stripe = 160 ... 160
 {LARGE} mesh.context_stripe=8 mesh.tensor=8 mesh.stage=4 train.micro_batches=4 -> \
 `mesh.context` = 4 leaves 16 of 64 positions ... mesh.tensor x mesh.stage = 32
 train.batch_sequences=7 mesh.fsdp=2 -> 7 is not divisible by 2 = ... / mesh.context 4 x

@@ -177,9 +177,47 @@ def test_loops_run_their_trips_times_the_iterations_of_one():
 def test_every_class_of_traffic_is_named():
     cfg = small_config((2, 1, 2, 2))
     named = {one.traffic for one in collectives_of(schedule_of(cfg))}
-    assert named >= set(TRAFFIC) - {"weights", "stage", "stage_gradient", "update"}
+    assert named >= set(TRAFFIC) - {"weights", "stage", "stage_gradient", "update", "context"}
     sharded = schedule_of(small_config((1, 4, 2, 1)))
     assert "weights" in {one.traffic for one in collectives_of(sharded)}
+
+
+LATENT = {"attention": "latent", "kv_latent": 16, "rope_width": 4}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "model", "forward", "backward"),
+    [
+        # Two sequences of 64 positions on 4 devices; of keys and values, or of latents.
+        ("gather", {}, 2 * 64, 2 * 64),
+        ("gather", LATENT, 2 * 64, 2 * 64),
+        # The last 2 of the 4 stripes of a device: of half of these up, of half down.
+        ("gather", {"sliding_window": 3}, 2 * 4 * 2, 2 * 4 * 2),
+        # A quarter of them, three hops; gradients four.
+        ("ring", {}, 3 * 2 * 16, (3 + 4) * 2 * 16),
+    ],
+)
+def test_keys_of_shared_sequences_are_counted_by_the_formula(exchange, model, forward, backward):
+    cfg = small_config((1, 1, 4, 1), model=model, train={"batch_sequences": 2})
+    of_grouped = 2 * cfg.model.num_kv_heads * cfg.model.head_width
+    channels = 16 + 4 if model is LATENT else of_grouped
+    forward, backward = (4 * channels * positions for positions in (forward, backward))
+    shared = {"context": 4, "context_stripe": 4, "context_exchange": exchange}
+    cfg = dataclasses.replace(
+        cfg,
+        mesh=dataclasses.replace(cfg.mesh, **shared),
+        data=dataclasses.replace(cfg.data, sequence_length=64),
+    )
+    sent = Counter()
+    for one in collectives_of(schedule_of(cfg)):
+        if one.traffic == "context":
+            # A ring is a chain and the way around; each device sends in one of both.
+            share = len(one.senders) / 4 if exchange == "ring" else 1
+            sent[one.kind] += one.bytes * one.calls * share
+    if exchange == "ring" or model.get("sliding_window"):
+        assert sent == {"ppermute": forward + backward}
+    else:
+        assert sent == {"all_gather": forward, "reduce_scatter": backward}
 
 
 @pytest.mark.slow
