@@ -66,6 +66,32 @@ def keys_before(position: jax.Array, device: jax.Array, layout: Layout) -> jax.A
     return pair * 2 * s + own[0] + own[1]
 
 
+def place_of(position: jax.Array, layout: Layout) -> jax.Array:
+    """Returns where this device has some positions, among its own; elsewhere past any of them."""
+    c, here = layout.size(layout.context), wire.index(layout.context)
+    if c == 1:
+        return position
+    stripe = position // layout.stripe % (2 * c)
+    owner = jnp.minimum(stripe, 2 * c - 1 - stripe)
+    far = jnp.iinfo(position.dtype).max
+    return jnp.where(owner == here, keys_before(position, here, layout), far)
+
+
+def gather_rows(x_B: jax.Array, layout: Layout) -> jax.Array:
+    """Joins the rows of the devices that share sequences. Wire: (c - 1) / c of the result."""
+    with jax.named_scope(CONTEXT):
+        return wire.all_gather(x_B, layout.context, dim=0, tag=None)
+
+
+def own_rows(x_B: jax.Array, layout: Layout) -> jax.Array:
+    """Undoes `gather_rows`; nothing is sent."""
+    c = layout.size(layout.context)
+    if c == 1:
+        return x_B
+    rows = len(x_B) // c
+    return lax.dynamic_slice_in_dim(x_B, wire.index(layout.context) * rows, rows)
+
+
 class Reach(NamedTuple):
     """The keys that a device's queries may see.
 

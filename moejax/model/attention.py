@@ -15,7 +15,6 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.adapters import product, shape_of
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
 from moejax.model import context
 from moejax.model.layers import RMSNorm
@@ -104,10 +103,10 @@ class Attention(nnx.Module):
           The result of `__call__`, and the cache with the rows' own keys and values.
         """
         q_1BHC, k_1BGC, v_1BGC = self._project(x_1tD, angles)
-        k_BSGC = put(cache[0], k_1BGC[0], position_B)
-        v_BSGC = put(cache[1], v_1BGC[0], position_B)
-        y_BHC = cached_attention(q_1BHC[0], k_BSGC, v_BSGC, position_B, **self._form())
-        return self._leave(y_BHC[None]), (k_BSGC, v_BSGC)
+        layout = self.spec.layout
+        cache = context.put_own(cache, (k_1BGC[0], v_1BGC[0]), position_B, layout)
+        y_BHC = context.attend_cached(q_1BHC[0], *cache, position_B, layout, **self._form())
+        return self._leave(y_BHC[None]), cache
 
     def _project(self, x_BtD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of this rank's heads at all positions, rotated."""

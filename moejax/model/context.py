@@ -8,12 +8,22 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import context
+from moejax.comm import context, wire
 from moejax.comm.context import Reach
 from moejax.kernels.attention.attention import attention
-from moejax.kernels.attention.ranged import Extent, Keys, ranged_attention, ranges
+from moejax.kernels.attention.cached_attention import cached_attention, put
+from moejax.kernels.attention.ranged import (
+    Extent,
+    Keys,
+    Merged,
+    join_sinks,
+    ranged_attention,
+    ranges,
+)
+from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model import ring
 
@@ -83,3 +93,51 @@ def attend(
         return ring.attend(q_BTHC, k_BTGC, v_BTGV, window=window, spec=spec, **form)
     seen = see((k_BTGC, v_BTGV), reach, spec)
     return attend_seen(q_BTHC, *seen, window=window, spec=spec, **form)
+
+
+def put_own(
+    cache: tuple[jax.Array, ...], new: tuple[jax.Array, ...], position_B: jax.Array, layout: Layout
+) -> tuple[jax.Array, ...]:
+    """Returns a cache [B', S, ...] with new entries of the B' rows of all devices that share them.
+
+    Wire: the new entries.
+
+    Args:
+      new: entries of this device's rows, [B, ...].
+      position_B: their positions; the device that has a position keeps the entry.
+    """
+    place_B = context.place_of(context.gather_rows(position_B, layout), layout)
+    both = zip(cache, new, strict=True)
+    return tuple(put(kept, context.gather_rows(own, layout), place_B) for kept, own in both)
+
+
+def attend_cached(
+    q_BHC: Float[Array, "B H C"],
+    k_BSGC: Float[Array, "_ S G C"],
+    v_BSGV: Float[Array, "_ S G V"],
+    position_B: Int[Array, " B"],
+    layout: Layout,
+    *,
+    sinks_H: Float[Array, " H"] | None = None,
+    **form: Any,
+) -> Float[Array, "B H V"]:
+    """Attends from one token of each of this device's rows to a cache.
+
+    Where devices share sequences, each has a part of the cache of all their rows. Wire: queries of
+    these rows, and their results in float32.
+
+    Args:
+      form: window and scale.
+    """
+    q_BHC, all_B = (context.gather_rows(x, layout) for x in (q_BHC, position_B))
+    position_S = context.positions(k_BSGC.shape[1] * layout.size(layout.context), layout)
+    y_BHV, log_BH = cached_attention(q_BHC, k_BSGC, v_BSGV, all_B, position_S, **form)
+    if layout.context:
+        with jax.named_scope(context.CONTEXT):
+            top_BH = wire.all_max(log_BH, layout.context)
+            weight_BH = jnp.exp(log_BH - top_BH)
+            total_BH = wire.all_reduce(weight_BH, layout.context, tag=None)
+            y_BHV *= (weight_BH / total_BH)[..., None]
+            y_BHV = wire.reduce_scatter(y_BHV, layout.context, dim=0, tag=None)
+        log_BH = context.own_rows(top_BH + jnp.log(total_BH), layout)
+    return join_sinks(Merged(y_BHV, log_BH), sinks_H)[0].astype(v_BSGV.dtype)

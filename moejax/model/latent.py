@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.annotations import Array, Float, Int
+from moejax.comm import wire
 from moejax.comm.activations import (
     enter_tensor,
     enter_tensor_together,
@@ -25,7 +26,6 @@ from moejax.comm.weights.adapters import AdaptedWeight, Adapter, Weight, product
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention.attention import attention
-from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
 from moejax.model import context
 from moejax.model.attention import project_from_heads, project_to_heads
@@ -77,14 +77,14 @@ class LatentAttention(nnx.Module):
         self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
-        if self.spec.layout.context:
-            return self._in_context(x_BtD, segment_BS, angles)
         return self.prefill(x_BtD, segment_BS, angles)[0]
 
     def prefill(
         self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As `__call__`; also returns the latents of all positions, with their keys that rotate."""
+        """As `__call__`; also returns the latents of its positions, with their keys that rotate."""
+        if self.spec.layout.context:
+            return self._in_context(x_BtD, segment_BS, angles)
         projected = self._project(x_BtD, angles)
         form = {"segment_BS": segment_BS, "implementation": self.spec.attention}
         attend = partial(attention, **form)
@@ -128,12 +128,14 @@ class LatentAttention(nnx.Module):
         w_uk_ZHC, w_uv_ZHV = _split_weight(gather_weight(self.w_ukv, self.spec), cfg.value_channels)
         plain_BHC, rotated_BHR = split_last(projected.q_BTHC[0], cfg.rotated_channels)
         q_BHZ = _into_latent(plain_BHC, w_uk_ZHC)
-        kept_BSZ = put(cache[0], own_BZ, position_B)
-        y_BHZ = cached_attention(
+        layout = self.spec.layout
+        (kept_BSZ,) = context.put_own(cache, (own_BZ,), position_B, layout)
+        y_BHZ = context.attend_cached(
             jnp.concatenate([q_BHZ, rotated_BHR], axis=-1),
             kept_BSZ[:, :, None],
             kept_BSZ[:, :, None, :Z],
             position_B,
+            layout,
             window=self.window,
             scale=self._scale,
         )
@@ -155,8 +157,10 @@ class LatentAttention(nnx.Module):
         w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
         return rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles)
 
-    def _in_context(self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles) -> jax.Array:
-        """Attends where devices share sequences: they exchange latents and expand what they see."""
+    def _in_context(
+        self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles
+    ) -> tuple[jax.Array, tuple[jax.Array]]:
+        """`prefill` where devices share sequences: they exchange latents, and expand those seen."""
         spec, layout = self.spec, self.spec.layout
         q_BTHC = self._queries(enter_tensor(self._query_source(x_BtD), layout), angles)
         latent_BtZ, rotated_BtR = self._key_value_source(split_positions(x_BtD, layout))
@@ -166,7 +170,8 @@ class LatentAttention(nnx.Module):
         seen_BSZ = context.see(sources, reach_of(self.window, layout), spec, over_tensor=True)
         latent_BSZ, key_BSR = split_last(seen_BSZ, self.cfg.rotated_channels)
         attend = partial(context.attend_seen, segment=segment_BS, spec=spec)
-        return self._attend(q_BTHC, self._expand(latent_BSZ, key_BSR), attend)
+        y_BtD = self._attend(q_BTHC, self._expand(latent_BSZ, key_BSR), attend)
+        return y_BtD, (wire.all_gather(sources, layout.tensor, dim=1, tag=None),)
 
     def _attend(
         self, q_BTHC: jax.Array, keys_values: tuple[jax.Array, jax.Array], attend: Callable
