@@ -346,6 +346,12 @@ class PlanConfig:
     routing: str = setting(
         "balanced", "how tokens fall on experts: balanced, zipf:POWER, or a recorded routing.json"
     )
+    documents: float | None = setting(
+        None,
+        "share of the pairs of positions that lie inside a document; none: as in the data",
+        above=0,
+        at_most=1,
+    )
     codecs: str = setting(
         "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")
     )

@@ -66,7 +66,8 @@ def attend_seen(
     reach = context.reach_of(window, layout)
     seen = ranges(segment, context.positions(length, layout), window)
     piece = Keys(k_BSGC, v_BSGV, *reach.places(*seen, length, layout))
-    extent = Extent(reach.starts(length, layout), window, run=layout.stripe)
+    starts, inside = reach.starts(length, layout), spec.documents
+    extent = Extent(starts, window, run=layout.stripe, inside=inside)
     return ranged_attention(q_BTHC, (piece,), (extent,), implementation=spec.attention, **form)
 
 
@@ -86,7 +87,7 @@ def attend(
       form: scale and sinks.
     """
     if not spec.layout.context:
-        own = {"window": window, "implementation": spec.attention}
+        own = {"window": window, "implementation": spec.attention, "inside": spec.documents}
         return attention(q_BTHC, k_BTGC, v_BTGV, segment, **own, **form)
     reach, form = context.reach_of(window, spec.layout), form | {"segment": segment}
     if reach.before is None and spec.context_exchange == "ring":

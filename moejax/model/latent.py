@@ -25,7 +25,6 @@ from moejax.comm.context import reach_of
 from moejax.comm.weights.adapters import AdaptedWeight, Adapter, Weight, product
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.attention.attention import attention
 from moejax.layout.spec import StepSpec
 from moejax.model import context
 from moejax.model.attention import project_from_heads, project_to_heads
@@ -86,8 +85,7 @@ class LatentAttention(nnx.Module):
         if self.spec.layout.context:
             return self._in_context(x_BtD, segment_BS, angles)
         projected = self._project(x_BtD, angles)
-        form = {"segment_BS": segment_BS, "implementation": self.spec.attention}
-        attend = partial(attention, **form)
+        attend = partial(context.attend, segment=segment_BS, spec=self.spec)
         y_BtD = self._attend(projected.q_BTHC, self._keys(projected, angles), attend)
         return y_BtD, (_kept(projected, angles),)
 

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import context, wire
+from moejax.kernels.attention.blocked import MASKED
 from moejax.kernels.attention.ranged import (
     IMPLEMENTATIONS,
     Extent,
@@ -39,6 +40,7 @@ class Ring(NamedTuple):
     implementation: str
     scale: float
     gradient_dtype: str  # of the sums of gradients that travel
+    inside: float  # as of `Extent`
 
 
 def attend(
@@ -60,7 +62,8 @@ def attend(
     Args:
       segment: document of each position of the sequences.
     """
-    ring = Ring(spec.layout, window, spec.attention, scale, spec.gradient_dtype)
+    kinds = spec.attention, scale, spec.gradient_dtype, spec.documents
+    ring = Ring(spec.layout, window, *kinds)
     return _attend(ring, q_BTHC, jnp.concatenate([k_BTGC, v_BTGV], axis=-1), segment, sinks_H)
 
 
@@ -72,20 +75,20 @@ def _attend(ring: Ring, q_BTHC, kv_BTGX, segment_BS, sinks_H):
 def _forward(ring: Ring, q_BTHC, kv_BTGX, segment_BS, sinks_H):
     kernel, C = IMPLEMENTATIONS[ring.implementation], q_BTHC.shape[-1]
 
-    def see(kv_BTGX, merged: Merged | None, hop):
+    def see(kv_BTGX, merged: Merged, hop):
         keys, extent = _keys(ring, kv_BTGX, segment_BS, hop, C)
         found = Merged(*kernel.forward(q_BTHC, *keys, scale=ring.scale, extent=extent))
-        return found if merged is None else merge([merged, found])
+        return merge([merged, found])
 
-    def pass_and_see(carry, hop):
+    def see_and_pass(carry, hop):
         kv_BTGX, merged = carry
-        kv_BTGX = _pass_on(ring, kv_BTGX)
-        return (kv_BTGX, see(kv_BTGX, merged, hop)), None
+        return (_pass_on(ring, kv_BTGX), see(kv_BTGX, merged, hop)), None
 
-    first = Merged(*map(jnp.float32, see(kv_BTGX, None, 0)))
-    hops = jnp.arange(1, _devices(ring))
-    (_, merged), _ = lax.scan(pass_and_see, (kv_BTGX, first), hops)
-    y_BTHV, log_BTH = join_sinks(merged, sinks_H)
+    last = _devices(ring) - 1
+    y_BTHV = jnp.zeros((*q_BTHC.shape[:3], kv_BTGX.shape[-1] - C), jnp.float32)
+    nothing = Merged(y_BTHV, jnp.full(q_BTHC.shape[:3], MASKED))
+    carry, _ = lax.scan(see_and_pass, (kv_BTGX, nothing), jnp.arange(last))
+    y_BTHV, log_BTH = join_sinks(see(*carry, last), sinks_H)
     y_BTHV, log_BTH = (
         checkpoint_name(x, ATTENDED) for x in (y_BTHV.astype(kv_BTGX.dtype), log_BTH)
     )
@@ -93,24 +96,30 @@ def _forward(ring: Ring, q_BTHC, kv_BTGX, segment_BS, sinks_H):
 
 
 def _backward(ring: Ring, saved, dy_BTHV):
+    """Each device's keys pass on, and behind them, a hop later, the sum of their gradients so far.
+
+    So neither waits for the products of its own hop.
+    """
     q_BTHC, kv_BTGX, segment_BS, sinks_H, y_BTHV, log_BTH = saved
     kernel, C = IMPLEMENTATIONS[ring.implementation], q_BTHC.shape[-1]
 
-    def add(kv_BTGX, dkv_BTGX, dq_BTHC, hop):
+    def gradients(kv_BTGX, hop):
         keys, extent = _keys(ring, kv_BTGX, segment_BS, hop, C)
         whole = y_BTHV, log_BTH, dy_BTHV
         dq, dk, dv = kernel.gradients(q_BTHC, *keys, *whole, scale=ring.scale, extent=extent)
-        own_BTGX = jnp.concatenate([dk, dv], axis=-1).astype(dkv_BTGX.dtype)
-        return dkv_BTGX + own_BTGX, dq_BTHC + dq.astype(jnp.float32)
+        own_BTGX = jnp.concatenate([dk, dv], axis=-1).astype(ring.gradient_dtype)
+        return own_BTGX, dq.astype(jnp.float32)
+
+    def add(kv_BTGX, dkv_BTGX, dq_BTHC, hop):
+        arrived_BTGX, (own_BTGX, dq) = _pass_on(ring, dkv_BTGX), gradients(kv_BTGX, hop)
+        return arrived_BTGX + own_BTGX, dq_BTHC + dq
 
     def add_and_pass(carry, hop):
-        kv_BTGX, *sums = carry
-        dkv_BTGX, dq_BTHC = add(kv_BTGX, *sums, hop)
-        return (_pass_on(ring, kv_BTGX), _pass_on(ring, dkv_BTGX), dq_BTHC), None
+        return (_pass_on(ring, carry[0]), *add(*carry, hop)), None
 
     last = _devices(ring) - 1
-    zeros = jnp.zeros(kv_BTGX.shape, ring.gradient_dtype), jnp.zeros(q_BTHC.shape, jnp.float32)
-    carry, _ = lax.scan(add_and_pass, (kv_BTGX, *zeros), jnp.arange(last))
+    carry = _pass_on(ring, kv_BTGX), *gradients(kv_BTGX, 0)
+    carry, _ = lax.scan(add_and_pass, carry, jnp.arange(1, last))
     dkv_BTGX, dq_BTHC = add(*carry, last)
     dkv_BTGX = _pass_on(ring, dkv_BTGX).astype(kv_BTGX.dtype)  # home again
     dsinks_H = sink_gradient(sinks_H, y_BTHV, log_BTH, dy_BTHV)
@@ -135,7 +144,7 @@ def _keys(ring: Ring, kv_BTGX, segment_BS, hop, width: int) -> tuple[tuple[Any, 
     )
     starts = tuple(start // c for start in range(0, S, layout.stripe))
     window = None if ring.window is None else -(-ring.window // c)
-    extent = Extent(starts, window, before=True, run=layout.stripe)
+    extent = Extent(starts, window, before=True, run=layout.stripe, inside=ring.inside)
     return (*jnp.split(kv_BTGX, [width], axis=-1), *seen), extent
 
 

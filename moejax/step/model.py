@@ -117,6 +117,7 @@ def build_spec(
     *,
     stacked: bool = True,
     rounds: bool = True,
+    documents: float = 1.0,
 ) -> StepSpec:
     """Returns the spec for a config and its devices; arguments as in `build_step`."""
     layout = build_layout(cfg.mesh)
@@ -152,6 +153,7 @@ def build_spec(
         sliced_attention=chosen.get("sliced_attention", "blocked"),
         stacked=stacked,
         rounds=rounds,
+        documents=documents,
         logit_elements=2**21 if platform == "cpu" else 2**27,
     )
 

@@ -241,6 +241,7 @@ compression.block=64 -> compression.block: `compression` is none
 compression.start_layer=1 -> compression.start_layer: `compression` is none
 plan.mode=hand plan.topology=h200:2 -> plan.topology: the planner is off
 plan.mode=hand plan.routing=zipf:1 -> plan.routing: the planner is off
+plan.mode=hand plan.documents=0.5 -> plan.documents: the planner is off
 plan.mode=hand plan.codecs=hybrid -> plan.codecs: the planner is off
 plan.mode=hand plan.traces=3 -> plan.traces: the planner is off
 plan.mode=hand plan.seconds=3 -> plan.seconds: the planner is off

@@ -225,7 +225,8 @@ _OF_TRAINING: tuple[_Effect, ...] = (
         "`train.sample_tokens` is 0",
     ),
     (
-        "plan.topology plan.routing plan.codecs plan.traces plan.seconds plan.keep plan.replan",
+        "plan.topology plan.routing plan.documents plan.codecs plan.traces plan.seconds plan.keep "
+        "plan.replan",
         is_planned,
         "the planner is off (`plan` is hand, or default with a choice made by hand)",
     ),

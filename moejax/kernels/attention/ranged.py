@@ -47,12 +47,14 @@ class Extent(NamedTuple):
       window: keys that a query sees, itself included; None: all before it.
       before: whether only keys before the first query are seen.
       run: queries that stand side by side, from one of the starts on; None: all of them.
+      inside: share of the pairs that lie inside a document; counts without a window.
     """
 
     starts: tuple[int, ...]
     window: int | None
     before: bool = False
     run: int | None = None
+    inside: float = 1.0
 
     def visits(self, queries: int, keys: int, rows: int = 1, block: int = 1) -> float:
         """Returns how many blocks of keys are seen by blocks of `rows` queries, together.
@@ -68,7 +70,9 @@ class Extent(NamedTuple):
         back = 0 if self.window is None else start_N1 + row_M - self.window + 1
         first_NM = np.maximum(none, back)
         seen = np.maximum(none, last_NM // block - first_NM // block + 1)
-        return float(np.sum(seen)) / len(self.starts) * (queries / run)
+        share = self.inside if self.window is None else 1.0
+        each = np.where(seen > 0, np.maximum(share * seen, min(rows, 2) - 1), 0)
+        return float(np.sum(each)) / len(self.starts) * (queries / run)
 
 
 class Merged(NamedTuple):
@@ -94,6 +98,8 @@ def ranges(
     Args:
       segment_BS: document of each position; a document's positions lie side by side.
     """
+    # XLA would take a time quadratic in the sequence to fold the maximum of constants.
+    segment_BS = lax.optimization_barrier(segment_BS)
     place_BS = lax.broadcasted_iota(jnp.int32, segment_BS.shape, 1)
     begins_BS = jnp.diff(segment_BS, axis=1, prepend=segment_BS[:, :1]) != 0
     begin_BS = lax.cummax(jnp.where(begins_BS, place_BS, 0), axis=1)

@@ -299,7 +299,8 @@ class _Search:
         if cfg in self.priced:
             return None
         began = time.perf_counter()
-        traced = trace_config(cfg, self.limits.platform, self.load)
+        documents = self.limits.documents
+        traced = trace_config(cfg, self.limits.platform, self.load, documents=documents)
         plan = price(traced, self.topology, self.load)
         self.budget.count(time.perf_counter() - began)
         self.priced[cfg] = plan

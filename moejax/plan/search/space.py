@@ -53,6 +53,7 @@ class Limits:
       platform: "cpu", "gpu" or "tpu".
       codecs: preset whose codecs may be chosen, class by class: none, hybrid or strong.
       pinned: settings that keep their values.
+      documents: share of the pairs of positions that lie inside a document.
     """
 
     devices: int
@@ -60,6 +61,7 @@ class Limits:
     platform: str
     codecs: str = "none"
     pinned: frozenset[str] = frozenset()
+    documents: float = 1.0
 
     def free(self, name: str) -> bool:
         """Returns whether a setting may be changed."""

@@ -195,6 +195,7 @@ LATENT = {"attention": "latent", "kv_latent": 16, "rope_width": 4}
         ("gather", {"sliding_window": 3}, 2 * 4 * 2, 2 * 4 * 2),
         # A quarter of them, three hops; gradients four.
         ("ring", {}, 3 * 2 * 16, (3 + 4) * 2 * 16),
+        ("ring", {"remat": "full"}, 2 * 3 * 2 * 16, (3 + 4) * 2 * 16),
     ],
 )
 def test_keys_of_shared_sequences_are_counted_by_the_formula(exchange, model, forward, backward):
