@@ -17,7 +17,7 @@ from moejax.layout.mesh import build_abstract_mesh
 from moejax.plan.trace.reader import collectives, read
 from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collectives_of, walk
 from moejax.step.train_step import build_step
-from tests.cases import small_config, step_for
+from tests.cases import CERTAIN, small_config, step_for
 
 
 def schedule_of(cfg, rounds=0):
@@ -300,13 +300,28 @@ def test_codecs_are_counted_as_the_compiler_does(kind):
     cfg = small_config((2, 2, 2, 1), moe={"capacity_factor": 2.0}, model={"scan_layers": False})
     mesh = dataclasses.replace(cfg.mesh, nodes=8)
     compression = CompressionConfig(**{kind: CODECS[kind]})
-    train_step = step_for(dataclasses.replace(cfg, mesh=mesh, compression=compression))
+    assert_counted(step_for(dataclasses.replace(cfg, mesh=mesh, compression=compression)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_of_shared_sequences_are_counted_as_the_compiler_does(window):
+    """All of them across two nodes first, and then inside; or those before each stripe."""
+    model = {"sliding_window": window, "scan_layers": False}
+    cfg = small_config((1, 2, 2, 1), model=model, train={"batch_sequences": 2}, moe=CERTAIN)
+    mesh = dataclasses.replace(cfg.mesh, nodes=2, context=4, context_stripe=2)
+    assert_counted(step_for(dataclasses.replace(cfg, mesh=mesh)))
+
+
+def assert_counted(train_step):
+    """The program's collectives are as many, of each kind, as in the compiled one."""
     traced = train_step.step.trace(train_step.abstract, train_step.abstract_batch())
     counted = Counter()
     for one in collectives(traced.jaxpr):
         counted[one.kind] += one.calls
     text = traced.lower().compile().as_text()
-    names = r"\s(all-gather|reduce-scatter|all-to-all)\("
+    names = r"\s(all-gather|reduce-scatter|all-to-all|collective-permute)\("
     compiled = Counter(name.replace("-", "_") for name in re.findall(names, text))
-    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+    compiled["ppermute"] = compiled["collective_permute"]
+    for name in ("all_gather", "reduce_scatter", "all_to_all", "ppermute"):
         assert compiled[name] == counted[name], name
