@@ -62,8 +62,8 @@ def keys_before(position: jax.Array, device: jax.Array, layout: Layout) -> jax.A
     """
     c, s = layout.size(layout.context), layout.stripe
     pair, within = position // (2 * c * s), position % (2 * c * s)
-    own = [jnp.clip(within - place * s, 0, s) for place in (device, 2 * c - 1 - device)]
-    return pair * 2 * s + own[0] + own[1]
+    parts = [jnp.clip(within - place * s, 0, s) for place in (device, 2 * c - 1 - device)]
+    return pair * 2 * s + parts[0] + parts[1]
 
 
 def place_of(position: jax.Array, layout: Layout) -> jax.Array:
