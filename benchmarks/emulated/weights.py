@@ -73,10 +73,10 @@ def variants(hosts: int, devices: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def predicted(settings: dict[str, Any], topology: Topology) -> float:
+def predicted(settings: dict[str, Any], topology: Topology, model: dict[str, Any] = MODEL) -> float:
     """Seconds of a step by price."""
     limits = Limits(topology.devices, topology.nodes, "cpu")
-    cfg = resolve(change(Config(), MODEL | settings), limits)
+    cfg = resolve(change(Config(), model | settings), limits)
     assert cfg is not None, settings
     load = read_expert_load("balanced", cfg.moe.num_experts)
     return price(trace_config(cfg, "cpu", load), topology, load).seconds

@@ -20,6 +20,7 @@ CALLS = (
     "pjit",
     "jit",
     "closed_call",
+    "eval_jaxpr",  # the name of closed_call from JAX 0.12 on
     "core_call",
     "checkpoint",
     "remat2",

@@ -78,7 +78,8 @@ def all_to_all(x_P: jax.Array, axes: Axes, *, tag: str | None = TOKEN_WIRE) -> j
 def ppermute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Sends x from the first to the second device of each pair; zeros where nothing arrives.
 
-    Pipeline stages pass on by it (`comm.links`), and links are measured by it; no route needs it.
+    Pipeline stages pass on by it (`comm.links`), and keys of shared sequences (`comm.context`);
+    links are measured by it. No route needs it.
     Wire: x's bytes per sending device.
     """
     return lax.ppermute(x, axes, list(pairs))

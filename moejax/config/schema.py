@@ -92,6 +92,17 @@ class MeshConfig:
         1, "experts spread over these devices (tokens and dense weights too)", at_least=1
     )
     tensor: int = setting(1, "heads and hidden width spread over these devices", at_least=1)
+    context: int = setting(
+        1, "devices, the last of fsdp and expert, that share each sequence", at_least=1
+    )
+    context_stripe: int = setting(
+        512, "positions side by side of a sequence that is shared", at_least=1
+    )
+    context_exchange: str = setting(
+        "gather",
+        "keys of shared sequences: gather all, or pass on those of a device along a ring",
+        choices=("gather", "ring"),
+    )
     stage: int = setting(1, "pipeline stages: layers spread over these devices", at_least=1)
     schedule: str = setting(
         "1f1b",
@@ -334,6 +345,12 @@ class PlanConfig:
     )
     routing: str = setting(
         "balanced", "how tokens fall on experts: balanced, zipf:POWER, or a recorded routing.json"
+    )
+    documents: float | None = setting(
+        None,
+        "share of the pairs of positions that lie inside a document; none: as in the data",
+        above=0,
+        at_most=1,
     )
     codecs: str = setting(
         "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")

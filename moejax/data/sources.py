@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from moejax.config.schema import DataConfig
+import numpy as np
+
+from moejax.config.schema import Config, DataConfig
 from moejax.data import corpus
 from moejax.data.sidecar import Sidecar, read_sidecar, sidecar_of
 from moejax.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer, digest
@@ -145,3 +147,31 @@ def describe_sources(sources: Sources) -> Content:
     """Returns the files of the streams, which a resumed run compares."""
     held_out = [] if sources.held_out is None else sources.held_out.parts()
     return {"train": sources.train.parts(), "held_out": held_out}
+
+
+SAMPLES = 256  # sequences whose documents are looked at
+
+
+def share_inside(cfg: Config) -> float:
+    """Returns the share of the pairs of positions that lie inside a document, for prices.
+
+    That of `plan.documents`, or of sequences of the token files, evenly spread; 1 for other data,
+    and where documents are not kept apart.
+
+    Raises:
+      InputError: for files that are missing or unfit.
+    """
+    data, length = cfg.data, cfg.data.sequence_length
+    if cfg.plan.documents is not None:
+        return cfg.plan.documents
+    if data.source == "stdlib" or not data.isolate_documents:
+        return 1.0
+    train = open_sources(data, model_vocab=cfg.model.vocab_size).train
+    last = max(0, train.num_tokens - length)
+    starts = sorted({round(at) for at in np.linspace(0, last, SAMPLES)})
+    pairs = 0
+    for start in starts:
+        begins = np.flatnonzero(train.stretch(start, min(length, train.num_tokens)).begin_N)
+        sizes = np.diff(np.unique([0, *begins, length]))
+        pairs += int(np.sum(sizes * (sizes + 1)))
+    return pairs / len(starts) / (length * (length + 1))

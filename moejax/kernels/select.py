@@ -139,7 +139,10 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
 def _attention_choices(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     """Returns the choice for attention of whole sequences, and of parts if there are any."""
     model, mesh, train = cfg.model, cfg.mesh, cfg.train
-    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
+    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert // mesh.context
+    if mesh.context > 1:
+        widest = max(model.head_width, model.value_channels)
+        return {"attention": select_ranged(hardware, model.dtype, widest)}
     attends = partial(
         select_attention,
         hardware,
@@ -293,6 +296,19 @@ def select_attention(
         return Choice("cudnn_masked", f"{taken}{padded}")
     taken = "cuDNN's fused attention, causal by itself: no mask is made"
     return Choice("cudnn", f"{taken}{padded}")
+
+
+def select_ranged(hardware: Hardware, dtype: str, width: int) -> Choice:
+    """Returns the choice of attention from stripes of a sequence, which only ranges describe.
+
+    Args:
+      width: the widest of a head's queries, keys and values.
+    """
+    why_not = _tokamax_declines(hardware, dtype, width)
+    if why_not is None:
+        return Choice("tokamax", "tokamax's attention, which takes ranges of keys")
+    reason = "attention of our own runs everywhere, and takes ranges of keys"
+    return Choice("blocked", reason, (("tokamax", why_not),))
 
 
 def _cudnn_declines(hardware: Hardware, dtype: str, width: int, sinks: bool) -> str | None:

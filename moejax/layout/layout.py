@@ -26,6 +26,7 @@ from functools import cached_property
 
 from jax.sharding import PartitionSpec
 
+from moejax.config.parts import node_parts
 from moejax.config.schema import MeshConfig
 
 Axes = tuple[str, ...]
@@ -49,6 +50,9 @@ class Layout:
     stage: Axes = ()
     stacked: Axes = ()  # mesh axes that shard the leading dimension of stacked layers
     slow: Axes = ()  # mesh axes whose devices lie on different nodes
+    # The last of fsdp and expert whose devices share sequences, in stripes: see `comm.context`.
+    context: Axes = ()
+    stripe: int = 0  # positions
     sequence_sharded: bool = True
     expert_weights: str = "hidden"
 
@@ -59,8 +63,13 @@ class Layout:
 
     @property
     def token_axes(self) -> Axes:
-        """Axes that shard the sequences."""
+        """Axes that shard the tokens of a batch."""
         return self.stage + self.replica + self.fsdp + self.expert
+
+    @property
+    def row_axes(self) -> Axes:
+        """Axes that shard the sequences of a batch; those of `context` shard their positions."""
+        return self.token_axes[: len(self.token_axes) - len(self.context)]
 
     @cached_property
     def inside(self) -> "Layout":
@@ -129,8 +138,8 @@ class Layout:
         return [self.stacked or None, *[None] * count][:count]
 
     def token_spec(self) -> PartitionSpec:
-        """The sharding of `token_BT`: sequences over the token axes, positions not sharded."""
-        return PartitionSpec(self.token_axes)
+        """The sharding of `token_BT`: sequences over the row axes, positions not sharded."""
+        return PartitionSpec(self.row_axes)
 
 
 def is_product(dims: str) -> bool:
@@ -153,14 +162,11 @@ def build_layout(mesh: MeshConfig) -> Layout:
     shape = {axis: getattr(mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
     if mesh.stage > 1:
         shape = {"stage": mesh.stage, **shape}
-    # devices of a node that no axis covers yet
-    devices_left = math.prod(shape.values()) // (mesh.nodes or 1)
     sizes: list[tuple[str, int]] = []
     names: dict[str, Axes] = {}
     slow: list[str] = []
-    for axis, size in reversed(shape.items()):
-        inside = math.gcd(size, devices_left)
-        devices_left //= inside
+    for axis, (_, inside) in node_parts(shape, mesh.nodes or 1).items():
+        size = shape[axis]
         if inside in (1, size):
             names[axis], split = (axis,), [(axis, size)]
             slow += [axis] if inside < size else []
@@ -173,6 +179,16 @@ def build_layout(mesh: MeshConfig) -> Layout:
         sizes=tuple(sizes),
         **names,
         slow=tuple(slow),
+        context=_context_axes(names["fsdp"] + names["expert"], dict(sizes), mesh.context),
+        stripe=mesh.context_stripe if mesh.context > 1 else 0,
         sequence_sharded=mesh.activations == "sequence",
         expert_weights=mesh.expert_weights,
     )
+
+
+def _context_axes(axes: Axes, sizes: dict[str, int], count: int) -> Axes:
+    """Returns the fewest of the last axes with `count` devices together; none for one device."""
+    for start in range(len(axes), -1, -1):
+        if math.prod(sizes[axis] for axis in axes[start:]) == count:
+            return axes[start:]
+    raise ValueError(f"{count} is no product of the last of {axes}: checks.mesh refuses it")

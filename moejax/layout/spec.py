@@ -22,6 +22,8 @@ class StepSpec:
     # How weights sharded across nodes are gathered: "flat", or across nodes first, then inside; the
     # first at each "use", once for both "passes" of a micro-batch, or once a "step".
     gather_across: str = "flat"
+    # Keys of shared sequences: a "gather" of all, or a "ring" along which those of a device travel.
+    context_exchange: str = "gather"
     micro_bytes: int | None = None  # largest piece of a gradient in a collective; None: all of it
     adapter_scale: float = 1.0  # factor of the adapters' products (LoRA)
     experts: str = "blocked"  # implementation of kernels.expert_mlp
@@ -31,6 +33,8 @@ class StepSpec:
     # Whether overflow rounds compute anything. False only where a step is traced to be priced for
     # a routing that overflows no bucket: it must not run.
     rounds: bool = True
+    # Share of the pairs of positions that lie inside a document, for the price of attention alone.
+    documents: float = 1.0
     # Optimization barriers after the steps of the token pipeline, for compilers that order the
     # program statically (GPU, TPU). The CPU runtime starts whatever is ready and needs none.
     barriers: bool = False

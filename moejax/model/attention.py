@@ -15,9 +15,8 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.adapters import product, shape_of
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.attention.attention import attention
-from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
+from moejax.model import context
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import Angles, rotate, score_factor
 
@@ -54,16 +53,16 @@ class Attention(nnx.Module):
             self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", spec)
 
     def __call__(
-        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
+        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
-        return self.prefill(x_BtD, segment_BT, angles)[0]
+        return self.prefill(x_BtD, segment_BS, angles)[0]
 
     def prefill(
-        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
+        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As `__call__`; also returns the keys and values of all positions, [B, S, G, C] each."""
-        attend = partial(attention, segment_BS=segment_BT, implementation=self.spec.attention)
+        """As `__call__`; also returns the keys and values of its positions, [B, T, G, C] each."""
+        attend = partial(context.attend, segment=segment_BS, spec=self.spec)
         return self._attend(x_BtD, angles, attend)
 
     def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
@@ -104,10 +103,10 @@ class Attention(nnx.Module):
           The result of `__call__`, and the cache with the rows' own keys and values.
         """
         q_1BHC, k_1BGC, v_1BGC = self._project(x_1tD, angles)
-        k_BSGC = put(cache[0], k_1BGC[0], position_B)
-        v_BSGC = put(cache[1], v_1BGC[0], position_B)
-        y_BHC = cached_attention(q_1BHC[0], k_BSGC, v_BSGC, position_B, **self._form())
-        return self._leave(y_BHC[None]), (k_BSGC, v_BSGC)
+        layout = self.spec.layout
+        cache = context.put_own(cache, (k_1BGC[0], v_1BGC[0]), position_B, layout)
+        y_BHC = context.attend_cached(q_1BHC[0], *cache, position_B, layout, **self._form())
+        return self._leave(y_BHC[None]), cache
 
     def _project(self, x_BtD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of this rank's heads at all positions, rotated."""

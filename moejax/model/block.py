@@ -198,12 +198,12 @@ class Pattern(nnx.Module):
         self.blocks = nnx.List([Block(kind, cfg, moe, spec, rngs) for kind in kinds])
 
     def __call__(
-        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
+        self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats]]:
         """Runs the blocks in order; returns the statistics of each expert block."""
 
         def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, Any]:
-            return attention(h_BtD, segment_BT, angles), ()
+            return attention(h_BtD, segment_BS, angles), ()
 
         return _run_blocks(self.blocks, x_BtD, [attend] * len(self.blocks), noise)[:2]
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import wire
+from moejax.comm import context, wire
 from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.adapters import Weight
 from moejax.model.block import Pattern
 from moejax.model.layers import logits
-from moejax.model.rope import angles_at, tables
+from moejax.model.rope import angles_at
 from moejax.model.transformer import Transformer
 
 # For each layer group, of one repeat, and each block of its pattern: arrays [B, S, ...].
@@ -39,14 +39,19 @@ def prefill(
 ) -> Cached:
     """Runs prompts, padded at their end, and begins a cache.
 
+    Devices that share sequences have all their rows, and a part of the cache of each. The logits
+    are of a device's own rows, as in `decode`.
+
     Args:
       length_B: tokens of each row's prompt, at least one.
       capacity: S, positions that the cache has room for.
     """
     cfg, T = model.cfg, token_BT.shape[1]
-    angles, segment_BT = tables(T, cfg.rotated_channels, cfg.rope), jnp.zeros_like(token_BT)
-    weights = model.embedding.weights()
-    x_BtD, cache = model.embedding.embed(token_BT, weights[0]), []
+    layout, position_T = model.spec.layout, context.positions(T, model.spec.layout)
+    angles = angles_at(position_T, cfg.rotated_channels, cfg.rope)
+    weights, segment_BT = model.embedding.weights(), jnp.zeros_like(token_BT)
+    x_BtD, cache = model.embedding.embed(context.own(token_BT, layout), weights[0]), []
+    room = capacity // layout.size(layout.context)
 
     def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, Any]:
         return attention.prefill(h_BtD, segment_BT, angles)
@@ -55,10 +60,12 @@ def prefill(
         kept = []
         for block in _only_repeat(group).blocks:
             x_BtD, _, own = block.run(x_BtD, attend)
-            kept.append(tuple(_widened(a_BT, capacity) for a_BT in own))
+            kept.append(tuple(_widened(a_BT, room) for a_BT in own))
         cache.append(kept)
-    x_BTD = enter_tensor(model.norm(x_BtD), model.spec.layout)
-    last_BD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)[:, 0]
+    x_BTD = enter_tensor(model.norm(x_BtD), layout)
+    is_last_BT = position_T == (length_B - 1)[:, None]
+    last_BD = jnp.sum(jnp.where(is_last_BT[..., None], x_BTD, 0), axis=1)
+    last_BD = context.own_rows(wire.all_reduce(last_BD, layout.context, tag=None), layout)
     return Cached(_logits(model, last_BD, weights[1]), cache)
 
 

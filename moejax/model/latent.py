@@ -14,13 +14,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm.activations import enter_tensor_together
+from moejax.comm import wire
+from moejax.comm.activations import (
+    enter_tensor,
+    enter_tensor_together,
+    own_positions,
+    split_positions,
+)
+from moejax.comm.context import reach_of
 from moejax.comm.weights.adapters import AdaptedWeight, Adapter, Weight, product
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.attention.attention import attention
-from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
+from moejax.model import context
 from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import Angles, rotate, score_factor
@@ -67,17 +73,21 @@ class LatentAttention(nnx.Module):
         self.w_o = nnx.Param(out(rngs.params(), (H, cfg.value_channels, D)), dims="HCD")
 
     def __call__(
-        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
+        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
-        return self._expand(self._project(x_BtD, angles), segment_BT, angles)
+        return self.prefill(x_BtD, segment_BS, angles)[0]
 
     def prefill(
-        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
+        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As `__call__`; also returns the latents of all positions, with their keys that rotate."""
+        """As `__call__`; also returns the latents of its positions, with their keys that rotate."""
+        if self.spec.layout.context:
+            return self._in_context(x_BtD, segment_BS, angles)
         projected = self._project(x_BtD, angles)
-        return self._expand(projected, segment_BT, angles), (_kept(projected, angles),)
+        attend = partial(context.attend, segment=segment_BS, spec=self.spec)
+        y_BtD = self._attend(projected.q_BTHC, self._keys(projected, angles), attend)
+        return y_BtD, (_kept(projected, angles),)
 
     def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
         """Returns the keys and values of these positions, [B, T, H, C] and [B, T, H, V]."""
@@ -90,7 +100,7 @@ class LatentAttention(nnx.Module):
         projected = self._project(x_BtD, angles)
         keys_values = self._keys(projected, angles)
         attend = partial(attend, implementation=self.spec.sliced_attention)
-        return self._attend(projected, keys_values, attend), keys_values
+        return self._attend(projected.q_BTHC, keys_values, attend), keys_values
 
     def decode(
         self,
@@ -116,12 +126,14 @@ class LatentAttention(nnx.Module):
         w_uk_ZHC, w_uv_ZHV = _split_weight(gather_weight(self.w_ukv, self.spec), cfg.value_channels)
         plain_BHC, rotated_BHR = split_last(projected.q_BTHC[0], cfg.rotated_channels)
         q_BHZ = _into_latent(plain_BHC, w_uk_ZHC)
-        kept_BSZ = put(cache[0], own_BZ, position_B)
-        y_BHZ = cached_attention(
+        layout = self.spec.layout
+        (kept_BSZ,) = context.put_own(cache, (own_BZ,), position_B, layout)
+        y_BHZ = context.attend_cached(
             jnp.concatenate([q_BHZ, rotated_BHR], axis=-1),
             kept_BSZ[:, :, None],
             kept_BSZ[:, :, None, :Z],
             position_B,
+            layout,
             window=self.window,
             scale=self._scale,
         )
@@ -136,26 +148,46 @@ class LatentAttention(nnx.Module):
         """Returns rotated queries, and the sources of keys and values, at all positions."""
         parts = (self._query_source(x_BtD), *self._key_value_source(x_BtD))
         q_BTZ, latent_BTZ, rotated_BTR = enter_tensor_together(parts, self.spec.layout)
-        w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
-        q_BTHC = rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles)
-        return Projected(q_BTHC, latent_BTZ, rotated_BTR)
+        return Projected(self._queries(q_BTZ, angles), latent_BTZ, rotated_BTR)
 
-    def _expand(self, projected: Projected, segment_BT: jax.Array, angles: Angles) -> jax.Array:
-        """Expands keys and values for every head, and attends."""
-        attend = partial(attention, segment_BS=segment_BT, implementation=self.spec.attention)
-        return self._attend(projected, self._keys(projected, angles), attend)
+    def _queries(self, q_BTZ: jax.Array, angles: Angles) -> jax.Array:
+        """Returns rotated queries of their source."""
+        w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
+        return rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles)
+
+    def _in_context(
+        self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles
+    ) -> tuple[jax.Array, tuple[jax.Array]]:
+        """`prefill` where devices share sequences: they exchange latents, and expand those seen."""
+        spec, layout = self.spec, self.spec.layout
+        q_BTHC = self._queries(enter_tensor(self._query_source(x_BtD), layout), angles)
+        latent_BtZ, rotated_BtR = self._key_value_source(split_positions(x_BtD, layout))
+        own_angles = tuple(own_positions(a[None], layout)[0] for a in angles)
+        key_BtR = rotate(rotated_BtR[:, :, None], own_angles)[:, :, 0]
+        sources = jnp.concatenate([latent_BtZ, key_BtR], axis=-1)
+        seen_BSZ = context.see(sources, reach_of(self.window, layout), spec, over_tensor=True)
+        latent_BSZ, key_BSR = split_last(seen_BSZ, self.cfg.rotated_channels)
+        attend = partial(context.attend_seen, segment=segment_BS, spec=spec)
+        y_BtD = self._attend(q_BTHC, self._expand(latent_BSZ, key_BSR), attend)
+        return y_BtD, (wire.all_gather(sources, layout.tensor, dim=1, tag=None),)
 
     def _attend(
-        self, projected: Projected, keys_values: tuple[jax.Array, jax.Array], attend: Callable
+        self, q_BTHC: jax.Array, keys_values: tuple[jax.Array, jax.Array], attend: Callable
     ) -> jax.Array:
-        y_BTHV = attend(projected.q_BTHC, *keys_values, window=self.window, scale=self._scale)
+        y_BTHV = attend(q_BTHC, *keys_values, window=self.window, scale=self._scale)
         return project_from_heads(y_BTHV, self.w_o, self.spec)
 
     def _keys(self, projected: Projected, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Expands keys, rotated, and values for every head."""
-        expanded_BSHC = project_to_heads(projected.latent_BTZ, self.w_ukv, self.spec)
+        # In float32, because its gradient is a sum over heads.
+        rotated_BT1R = projected.rotated_BTR[:, :, None].astype(jnp.float32)
+        return self._expand(projected.latent_BTZ, rotate(rotated_BT1R, angles)[:, :, 0])
+
+    def _expand(self, latent_BSZ: jax.Array, key_BSR: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Expands keys and values for every head; the rotated key is appended to each head's."""
+        expanded_BSHC = project_to_heads(latent_BSZ, self.w_ukv, self.spec)
         k_BSHC, v_BSHV = split_last(expanded_BSHC, self.cfg.value_channels)
-        return join_rotated(k_BSHC, projected.rotated_BTR, angles), v_BSHV
+        return append_key(k_BSHC, key_BSR), v_BSHV
 
     def _query_source(self, x_BtD: jax.Array) -> jax.Array:
         """Returns the source of queries: their latent, at own positions, or x itself."""
@@ -215,11 +247,11 @@ def rotate_last(q_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array,
     return jnp.concatenate([plain, rotate(rotated, angles)], axis=-1)
 
 
-def join_rotated(
-    k_BSHC: Float[Array, "B S H _"], rotated_BSR: Float[Array, "B S R"], angles: Angles
+def append_key(
+    k_BSHC: Float[Array, "B S H _"], key_BSR: Float[Array, "B S R"]
 ) -> Float[Array, "B S H C"]:
-    """Rotates the key that all heads share, and appends it to the channels of each."""
+    """Appends the rotated key that all heads share to the channels of each."""
     # In float32, because its gradient is a sum over heads.
-    shared_BS1R = rotate(rotated_BSR[:, :, None].astype(jnp.float32), angles)
+    shared_BS1R = key_BSR[:, :, None].astype(jnp.float32)
     shared_BSHR = jnp.broadcast_to(shared_BS1R, (*k_BSHC.shape[:3], shared_BS1R.shape[-1]))
     return jnp.concatenate([k_BSHC, shared_BSHR.astype(k_BSHC.dtype)], axis=-1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from moejax.annotations import Array, Float
 from moejax.config.schema import RopeConfig
 
-Angles = tuple[jax.Array, jax.Array]  # cos and sin, from `tables`
+Angles = tuple[jax.Array, jax.Array]  # cos and sin, from `angles_at`
 
 
 def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
@@ -79,7 +79,7 @@ def rotate(x_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T
     The first R channels of a head rotate, and the others pass.
 
     Args:
-      angles: cos and sin, each [T, R/2], from `tables`.
+      angles: cos and sin, each [T, R/2], from `angles_at`.
     """
     C, R = x_BTHC.shape[-1], 2 * angles[0].shape[-1]
     if R < C:
@@ -89,11 +89,6 @@ def rotate(x_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T
     first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTHC.dtype)
-
-
-def tables(length: int, channels: int, cfg: RopeConfig) -> Angles:
-    """Returns cos and sin of every position's angles, each [length, channels / 2], float32."""
-    return angles_at(jnp.arange(length, dtype=jnp.float32), channels, cfg)
 
 
 def angles_at(position_T: jax.Array, channels: int, cfg: RopeConfig) -> Angles:

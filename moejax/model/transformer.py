@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.annotations import Array, Float, Int
+from moejax.comm import context
 from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.adapters import Weight
 from moejax.comm.weights.shard import without
@@ -23,7 +24,7 @@ from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.block import Pattern, Share, Slice
 from moejax.model.layers import Embedding, RMSNorm
 from moejax.model.remat import in_turn, remat_policy
-from moejax.model.rope import Angles, angles_at, tables
+from moejax.model.rope import Angles, angles_at
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 
@@ -68,35 +69,37 @@ class Transformer(nnx.Module):
         )
 
     def __call__(
-        self, token_BT: Int[Array, "B T"], segment_BT: Int[Array, "B T"], noise: Noise | None = None
+        self, token_BS: Int[Array, "B S"], segment_BS: Int[Array, "B S"], noise: Noise | None = None
     ) -> tuple[Float[Array, "B T D"], Weight, MoEStats | None]:
-        """Returns the final hidden states at all positions, the output projection, and statistics.
+        """Returns final hidden states of this device's positions, output projection, statistics.
+
+        They are all positions, or where devices share sequences `context.own` of them.
 
         The projection [D, v] is this tensor rank's slice of the vocabulary. The statistics of the
         expert layers are stacked in layer order.
 
         Args:
-          segment_BT: document of each position; attention stays inside it.
+          segment_BS: document of each position; attention stays inside it.
           noise: for the jitter of the routers' input; None for no jitter.
         """
-        hidden = self._run(token_BT, segment_BT, noise)
+        hidden = self._run(token_BS, segment_BS, noise)
         x_BTD = enter_tensor(hidden.h_BtD, self.spec.layout)
         return x_BTD, hidden.weights[1], _joined(hidden.stats)
 
     def look_ahead(
-        self, token_BT: Int[Array, "B T"], segment_BT: Int[Array, "B T"], noise: Noise | None = None
+        self, token_BS: Int[Array, "B S"], segment_BS: Int[Array, "B S"], noise: Noise | None = None
     ) -> Ahead:
         """Runs the module for multi-token prediction too; its experts are the last in `stats`."""
-        hidden, module = self._run(token_BT, segment_BT, noise), self.predict_ahead
+        hidden, module = self._run(token_BS, segment_BS, noise), self.predict_ahead
         assert module is not None, "model.predict_ahead is 0"
         layout = self.spec.layout
         with jax.named_scope("predict_ahead"):
-            next_BT = next_tokens(token_BT, segment_BT)
+            next_BT = context.own(next_tokens(token_BS, segment_BS), layout)
             next_BtD = self.embedding.embed(next_BT, hidden.weights[0])
             x_BtD, own_stats = self._run_group(
                 module.group,
                 module.join(next_BtD, hidden.h_BtD),
-                segment_BT,
+                segment_BS,
                 hidden.angles,
                 None if noise is None else noise.of(len(self.groups)),
                 max(0, self.spec.compression.start_layer - self.cfg.num_layers),
@@ -107,18 +110,19 @@ class Transformer(nnx.Module):
         return Ahead(x_BTD, hidden.weights[1], _joined(stats), ahead_BTD)
 
     def before_stages(
-        self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None
+        self, token_BS: jax.Array, segment_BS: jax.Array, noise: Noise | None
     ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
         """Takes tokens through the embedding, and the layer groups before the stages."""
-        x_BtD = self.embedding.embed(token_BT, self.embedding.weights()[0])
+        own_BT = context.own(token_BS, self.spec.layout)
+        x_BtD = self.embedding.embed(own_BT, self.embedding.weights()[0])
         before = range(len(self.groups) - self.cfg.stage_chunks)
-        x_BtD, stats = self._run_groups(x_BtD, segment_BT, self._angles(token_BT), noise, before)
+        x_BtD, stats = self._run_groups(x_BtD, segment_BS, self._angles(token_BS), noise, before)
         return x_BtD, _joined(stats)
 
     def in_layer(
         self,
         x_BtD: Float[Array, "B t D"],
-        segment_BT: Int[Array, "B T"],
+        segment_BS: Int[Array, "B S"],
         noise: Noise | None,
         part: Slice | None,
     ) -> tuple[Float[Array, "B t D"], MoEStats | None, list[jax.Array]]:
@@ -134,11 +138,11 @@ class Transformer(nnx.Module):
         """
         group, own = self.groups[-1], []
         if part is None:
-            x_BtD, stats = group(x_BtD, segment_BT, self._angles(segment_BT), noise)
+            x_BtD, stats = group(x_BtD, segment_BS, self._angles(segment_BS), noise)
         else:
             if noise is not None:
                 noise = noise._replace(position_T=part.position_T)
-            attends, angles = part.attends(segment_BT), part.angles(self.cfg)
+            attends, angles = part.attends(segment_BS), part.angles(self.cfg)
             x_BtD, stats, own = group.in_slice(x_BtD, angles, attends, noise)
         return x_BtD, _joined(stats, jnp.stack), own
 
@@ -186,22 +190,23 @@ class Transformer(nnx.Module):
             x_BtD, stats = run(jax.tree.map(lambda x: x[0], stacked), x_BtD)
             return enter_tensor(module.norm(x_BtD), self.spec.layout), _joined(stats, jnp.stack)
 
-    def _angles(self, token_BT: jax.Array) -> Angles:
-        return tables(token_BT.shape[1], self.cfg.rotated_channels, self.cfg.rope)
+    def _angles(self, token_BS: jax.Array) -> Angles:
+        position_T = context.positions(token_BS.shape[1], self.spec.layout)
+        return angles_at(position_T, self.cfg.rotated_channels, self.cfg.rope)
 
-    def _run(self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None) -> Hidden:
-        angles = self._angles(token_BT)
+    def _run(self, token_BS: jax.Array, segment_BS: jax.Array, noise: Noise | None) -> Hidden:
+        angles = self._angles(token_BS)
         with jax.named_scope("embed"):
             weights = self.embedding.weights()
-            x_BtD = self.embedding.embed(token_BT, weights[0])
+            x_BtD = self.embedding.embed(context.own(token_BS, self.spec.layout), weights[0])
         every = range(len(self.groups))
-        x_BtD, stats = self._run_groups(x_BtD, segment_BT, angles, noise, every)
+        x_BtD, stats = self._run_groups(x_BtD, segment_BS, angles, noise, every)
         return Hidden(self.norm(x_BtD), weights, stats, angles)
 
     def _run_groups(
         self,
         x_BtD: jax.Array,
-        segment_BT: jax.Array,
+        segment_BS: jax.Array,
         angles: Angles,
         noise: Noise | None,
         indices: range,
@@ -214,7 +219,7 @@ class Transformer(nnx.Module):
             group_noise = None if noise is None else noise.of(index)
             plain_blocks = max(0, self.spec.compression.start_layer - first_block)
             x_BtD, group_stats = self._run_group(
-                self.groups[index], x_BtD, segment_BT, angles, group_noise, plain_blocks
+                self.groups[index], x_BtD, segment_BS, angles, group_noise, plain_blocks
             )
             stats += [] if group_stats is None else [group_stats]
             first_block += len(kinds) * repeats
@@ -224,7 +229,7 @@ class Transformer(nnx.Module):
         self,
         group: Pattern,
         x_BtD: jax.Array,
-        segment_BT: jax.Array,
+        segment_BS: jax.Array,
         angles: Angles,
         noise: Noise | None,
         plain_blocks: int,
@@ -241,7 +246,7 @@ class Transformer(nnx.Module):
         def repeat(x_BtD, scanned):
             layer, state = scanned
             layer_noise = None if noise is None else noise.of(layer)
-            return nnx.merge(graph, state)(x_BtD, segment_BT, angles, layer_noise)
+            return nnx.merge(graph, state)(x_BtD, segment_BS, angles, layer_noise)
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=remat_policy(self.cfg.remat, self.spec))

@@ -115,7 +115,7 @@ def balance_loss(
     mean_LSE = score_LSE * k / total_LS1
     loss_L = E * jnp.sum(counted_LSE / total_LS1 * mean_LSE, axis=(1, 2))
     # Spans are averaged; the sum over devices of this value is the loss.
-    spans = 1 if cfg.balance_over == "batch" else S * layout.size(layout.token_axes)
+    spans = 1 if cfg.balance_over == "batch" else S * layout.size(layout.row_axes)
     return loss_L / spans
 
 

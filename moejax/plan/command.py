@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -313,7 +313,8 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
     say = partial(console.print, highlight=False, soft_wrap=True)
     for note in notes:
         say(note)
-    find = partial(_find, cfg, load)
+    documents = _share_inside(cfg, say)
+    find = partial(_find, cfg, load, documents)
     result = find(topology)
     console.print(
         f"{args.config or args.hf} on {topology.name}: {topology.devices} devices on "
@@ -343,13 +344,29 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
         console.print(f"wrote {args.report}", highlight=False)
 
 
-def _find(cfg: Config, load: ExpertLoad, cluster: Topology) -> SearchResult:
+def _share_inside(cfg: Config, say: Callable[[str], None]) -> float:
+    """Returns `share_inside`, or 1 where the data is elsewhere, and says so."""
+    from moejax.data.sources import share_inside
+
+    try:
+        share = share_inside(cfg)
+    except InputError as error:
+        say(f"note: priced as if each sequence were one document, as the data is not here. {error}")
+        return 1.0
+    if share < 1:
+        say(f"{share:.1%} of the pairs of positions lie inside a document (`plan.documents`)")
+    return share
+
+
+def _find(cfg: Config, load: ExpertLoad, documents: float, cluster: Topology) -> SearchResult:
     """Searches for the plan of a cluster, and shows on a terminal how far the search is."""
     from moejax.plan.search.search import search
     from moejax.plan.search.space import Limits
 
     platform = cluster.device.platform
-    limits = Limits(cluster.devices, cluster.nodes, platform, cfg.plan.codecs, pinned(cfg))
+    limits = Limits(
+        cluster.devices, cluster.nodes, platform, cfg.plan.codecs, pinned(cfg), documents
+    )
     with waiting(screen(stderr=True), "planning") as say:
 
         def progress(text: str) -> None:

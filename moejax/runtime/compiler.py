@@ -17,7 +17,7 @@ Options = dict[str, str | int]
 
 
 def compiler_options(
-    platform: str, *, hops: int, reduction_hops: int = 1, stages: int = 1
+    platform: str, *, hops: int, reduction_hops: int = 1, stages: int = 1, ring: bool = False
 ) -> Options:
     """Returns the options of a run's programs.
 
@@ -26,6 +26,7 @@ def compiler_options(
       hops: number of hops of the route.
       reduction_hops: number of collectives, one after the other, that sum a dense gradient.
       stages: number of pipeline stages.
+      ring: whether keys travel along a ring (`model.ring`).
     """
     if platform == "gpu":
         # By default one collective runs at a time, so half of the exchanges stay exposed. The
@@ -40,6 +41,9 @@ def compiler_options(
         # Where nothing is exchanged, a gather beside a reduction: with one slot products hide a
         # third of the gathers' bytes, with two 65 % (docs/log.md, 2026-11-28).
         slots = max(2, slots)
+        # A ring sends keys and sums of gradients, each by a chain and the way around; with three
+        # slots one of the four is waited for (docs/log.md, 2026-11-29).
+        slots = max(4, slots) if ring else slots
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": slots}
     if platform == "tpu":
         # By default every collective is synchronous. SparseCores, where a TPU has them, gather

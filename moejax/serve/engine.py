@@ -1,14 +1,15 @@
 """The compiled functions of generation: prefill, a decoding step, a draw.
 
 Each is one `jax.shard_map` over the whole mesh, sharded as training is: rows over the token axes,
-and over tensor the heads, in the cache too. Legend: B rows, T positions of a prompt, V vocabulary.
+and over tensor the heads, in the cache too. Devices that share sequences have a part of the cache
+of all their rows. Legend: B rows, T positions of a prompt, V vocabulary.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import wire
+from moejax.comm import context, wire
 from moejax.comm.cpu import gloo
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout, build_layout
@@ -29,6 +30,7 @@ from moejax.step.train_step import TrainStep, build_step, local_bytes
 
 # Prompts are padded to a multiple of this, so that their lengths need few programs.
 PROMPT_MULTIPLE = 64
+STRIPE = 32  # positions side by side of a cache that devices share
 
 
 class Prompts(NamedTuple):
@@ -70,7 +72,7 @@ class Engine:
             transformer = model.merge(state.params, state.router_bias, state.frozen)
             return cached.prefill(transformer, *prompts, capacity)
 
-        return self._jitted(body, (self._states, self._rows), self._cached)
+        return self._jitted(body, (self._states, self._prompts), self._cached)
 
     @cached_property
     def logits(self) -> Callable[[TrainState, jax.Array], jax.Array]:
@@ -81,10 +83,11 @@ class Engine:
             transformer = model.merge(state.params, state.router_bias, state.frozen)
             x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
             logit_Nv = logits(x_BTD.reshape(-1, x_BTD.shape[2]), w_Dv)
-            logit_BTv = logit_Nv.reshape(*token_BT.shape, -1)
-            return wire.all_gather(logit_BTv, self._layout.tensor, dim=2)
+            logit_BTv = logit_Nv.reshape(*x_BTD.shape[:2], -1)
+            logit_BTV = wire.all_gather(logit_BTv, self._layout.tensor, dim=2)
+            return context.gather(logit_BTV, self._layout)
 
-        return self._jitted(body, (self._states, self._rows), self._rows)
+        return self._jitted(body, (self._states, self._prompts), self._prompts)
 
     @cached_property
     def decode(self) -> Callable[[TrainState, Rows, cached.Cache], cached.Cached]:
@@ -116,7 +119,8 @@ class Engine:
 
     def place(self, arrays: Any) -> Any:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""
-        sharding = NamedSharding(self.train_step.mesh, self._rows)
+        spec = self._rows if isinstance(arrays, Rows) else self._prompts
+        sharding = NamedSharding(self.train_step.mesh, spec)
         return jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]),
             arrays,
@@ -126,13 +130,13 @@ class Engine:
         """Shapes and shardings of the functions' arguments and results."""
         rows, mesh = self.batch_shape[0], self.train_step.mesh
 
-        def integers(*shape: int) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(mesh, self._rows)
-            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        def integers(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
 
-        prompts = Prompts(integers(*self.batch_shape), integers(rows))
+        of_prompts = partial(integers, self._prompts)
+        prompts = Prompts(of_prompts(*self.batch_shape), of_prompts(rows))
         made = jax.eval_shape(self.prefill, self.train_step.abstract, prompts)
-        return prompts, Rows(*[integers(rows)] * 3), made
+        return prompts, Rows(*[integers(self._rows, rows)] * 3), made
 
     def bytes_beside_weights(self) -> int:
         """Returns the bytes that a device holds beside the weights.
@@ -158,14 +162,20 @@ class Engine:
 
     @property
     def _rows(self) -> P:
+        """Sharding of tokens, one of each row."""
+        return P(self._layout.token_axes)
+
+    @property
+    def _prompts(self) -> P:
         return self._layout.token_spec()
 
     @property
     def _cached(self) -> cached.Cached:
         """Sharding of logits and cache; a latent is of all heads, so every tensor rank has it."""
         layout, latent = self._layout, self.train_step.cfg.model.is_latent
-        heads = () if latent else (None, layout.tensor)
-        return cached.Cached(self._rows, P(layout.token_axes, *heads))  # type: ignore[arg-type]
+        heads = () if latent else (layout.tensor,)
+        cache = P(layout.row_axes, layout.context or None, *heads)
+        return cached.Cached(self._rows, cache)  # type: ignore[arg-type]
 
     def _jitted(self, body: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
         """Maps per-device code over the mesh."""
@@ -194,11 +204,13 @@ def build_engine(
       prompts: number of prompts.
       tokens: most tokens that continue a prompt.
     """
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context_stripe=STRIPE))
     layout = build_layout(cfg.mesh)
     tensor = layout.size(layout.tensor)
     rows = min(prompts, cfg.train.batch_sequences)
     rows = _rounded_up(rows, layout.size(layout.token_axes) * tensor)
-    length = _rounded_up(longest, math.lcm(PROMPT_MULTIPLE, tensor))
+    pair = 2 * STRIPE * layout.size(layout.context) if layout.context else 1
+    length = _rounded_up(longest, math.lcm(PROMPT_MULTIPLE, pair, tensor))
     cfg = dataclasses.replace(
         cfg,
         # Dropless, so that no row depends on the others of its batch.
@@ -211,7 +223,7 @@ def build_engine(
     lora = dataclasses.replace(cfg.lora, base_dtype=dtype, targets=targets_apart(stored))
     cfg = dataclasses.replace(cfg, lora=lora)
     apart = build_step(cfg, mesh, platform, stacked=False).of_weights(dtype)
-    return Engine(stored, apart, length + tokens, sampling, allowed)
+    return Engine(stored, apart, _rounded_up(length + tokens, pair), sampling, allowed)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

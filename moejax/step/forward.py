@@ -7,7 +7,7 @@ step, so that a run whose steps fit in memory can evaluate and sample too.
 import jax
 import jax.numpy as jnp
 
-from moejax.comm import wire
+from moejax.comm import context, wire
 from moejax.model.layers import logits
 from moejax.step.loss import sum_nll, target_nll
 from moejax.step.model import ModelDef
@@ -26,7 +26,8 @@ def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Ar
     def add(total: jax.Array, rows: Batch) -> tuple[jax.Array, None]:
         transformer = model.merge(state.params, state.router_bias, state.frozen)
         x_BTD, w_Dv, _ = transformer(rows.token_BT, rows.segment_BT)
-        nats = sum_nll(x_BTD, w_Dv, rows.target_BT, layout, chunk_tokens=model.chunk_tokens)
+        target_BT = context.own(rows.target_BT, layout)
+        nats = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=model.chunk_tokens)
         return total + nats, None
 
     if micro_batches == 1:
@@ -46,12 +47,13 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
     def of_rows(nothing: None, rows: Batch) -> tuple[None, jax.Array]:
         transformer = model.merge(state.params, state.router_bias, state.frozen)
         x_BTD, w_Dv, _ = transformer(rows.token_BT, rows.segment_BT)
-        nll = target_nll(x_BTD, w_Dv, rows.target_BT, layout, chunk_tokens=model.chunk_tokens)
-        return nothing, nll
+        target_BT = context.own(rows.target_BT, layout)
+        nll = target_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=model.chunk_tokens)
+        return nothing, context.gather(nll, layout)
 
     split = split_micro_batches(batch, model.cfg.train.micro_batches)
     _, nll = jax.lax.scan(of_rows, None, split)
-    return wire.all_gather(nll.reshape(batch.target_BT.shape), layout.token_axes, dim=0)
+    return wire.all_gather(nll.reshape(batch.target_BT.shape), layout.row_axes, dim=0)
 
 
 def logits_after(
@@ -60,5 +62,8 @@ def logits_after(
     """Returns logits_BV after the first `length` tokens, float32, and of no other position."""
     transformer = model.merge(state.params, state.router_bias, state.frozen)
     x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
-    last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)
-    return wire.all_gather(logits(last_BD, w_Dv), model.layout.tensor, dim=1)
+    layout = model.layout
+    is_last_T = context.positions(token_BT.shape[1], layout) == length - 1
+    last_BD = jnp.sum(jnp.where(is_last_T[:, None], x_BTD, 0), axis=1)
+    last_BD = wire.all_reduce(last_BD, layout.context, tag=None)
+    return wire.all_gather(logits(last_BD, w_Dv), layout.tensor, dim=1)

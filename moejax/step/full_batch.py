@@ -26,7 +26,7 @@ def count_targets(model: ModelDef, batch: Batch) -> NumTargets:
     """Counts the targets of all devices."""
 
     def total(target_BT: jax.Array) -> jax.Array:
-        num_targets = wire.all_reduce(jnp.sum(target_BT >= 0), model.layout.token_axes)
+        num_targets = wire.all_reduce(jnp.sum(target_BT >= 0), model.layout.row_axes)
         return jnp.maximum(num_targets, 1).astype(jnp.float32)
 
     return NumTargets(*map(total, _targets(model, batch)))

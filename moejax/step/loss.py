@@ -105,7 +105,7 @@ def router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.
     depend on the number of layers; `transformers` pools the layers instead.
 
     Wire: the counts of all layers in one sum, L * (E + 3) int32 over all devices; for balance per
-    sequence also L * S * E over tensor.
+    sequence also L * S * E over context and tensor.
     """
     cfg = moe.router
     # All devices have as many rounds: one of them counts.
@@ -116,7 +116,7 @@ def router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.
     if cfg.balance_over == "batch":
         counted_LSE = load_LE[:, None]
     else:
-        counted_LSE = wire.all_reduce(stats.counted_SE, layout.tensor)
+        counted_LSE = wire.all_reduce(stats.counted_SE, layout.context + layout.tensor)
     k = moe.experts_per_token
     balance = jnp.mean(balance_loss(counted_LSE, stats.score_SE, cfg, k=k, layout=layout))
     loss = cfg.balance_loss * balance + cfg.z_loss * jnp.mean(stats.z)

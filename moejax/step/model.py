@@ -117,6 +117,7 @@ def build_spec(
     *,
     stacked: bool = True,
     rounds: bool = True,
+    documents: float = 1.0,
 ) -> StepSpec:
     """Returns the spec for a config and its devices; arguments as in `build_step`."""
     layout = build_layout(cfg.mesh)
@@ -144,6 +145,7 @@ def build_spec(
         codecs=codecs,
         gather_dense=cfg.mesh.gather_dense,
         gather_across=cfg.mesh.gather_across,
+        context_exchange=cfg.mesh.context_exchange,
         micro_bytes=cfg.train.reduction_bytes,
         adapter_scale=cfg.lora.scale,
         experts=chosen.get("experts", "blocked"),
@@ -151,6 +153,7 @@ def build_spec(
         sliced_attention=chosen.get("sliced_attention", "blocked"),
         stacked=stacked,
         rounds=rounds,
+        documents=documents,
         logit_elements=2**21 if platform == "cpu" else 2**27,
     )
 

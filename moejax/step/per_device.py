@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.comm import wire
+from moejax.comm import context, wire
 from moejax.comm.weights.gather import empty_totals, gather_once
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.shard import attach
@@ -180,9 +180,12 @@ def _loss_of(
     """
     cfg, num_rows, frozen, ahead = model.cfg, len(rows.token_BT), state.frozen, None
     # Global index of this micro-batch's first row on this device.
-    first_row = wire.index(model.layout.token_axes) * (num_rows * cfg.train.micro_batches)
+    first_row = wire.index(model.layout.row_axes) * (num_rows * cfg.train.micro_batches)
     first_row += index * num_rows
-    noise = Noise(noise_key(model, state), first_row) if cfg.moe.router.jitter else None
+    noise = None
+    if cfg.moe.router.jitter:
+        position_T = context.positions(cfg.data.sequence_length, model.layout)
+        noise = Noise(noise_key(model, state), first_row, position_T)
     if frozen is None:
         params = attach(params, gathered=gathered)
     else:
@@ -193,14 +196,14 @@ def _loss_of(
     else:
         found = transformer.look_ahead(rows.token_BT, rows.segment_BT, noise)
         x_BTD, w_Dv, stats, ahead_BTD = found
-        target_BT = targets_ahead(rows.target_BT, rows.segment_BT)
+        target_BT = context.own(targets_ahead(rows.target_BT, rows.segment_BT), model.layout)
         coefficient = cfg.train.predict_ahead_loss
         ahead = AheadTargets(ahead_BTD, target_BT, num_targets.ahead, coefficient)
     with jax.named_scope("loss"):
         return next_token_loss(
             x_BTD,
             w_Dv,
-            rows.target_BT,
+            context.own(rows.target_BT, model.layout),
             stats,
             moe=cfg.moe,
             num_targets=num_targets.next,

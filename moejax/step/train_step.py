@@ -78,7 +78,7 @@ class TrainStep:
 
     def abstract_prompt(self) -> tuple[jax.ShapeDtypeStruct, int]:
         """Returns the shapes that `next_logits` takes: a sequence on each device, and a length."""
-        shape = (self.layout.size(self.layout.token_axes), self.cfg.data.sequence_length)
+        shape = (self.layout.size(self.layout.row_axes), self.cfg.data.sequence_length)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding), 1
 
     def parameter_sizes(self) -> dict[str, tuple[str, int]]:
@@ -153,6 +153,7 @@ class TrainStep:
             codecs,
             stacked=self.spec.stacked,
             rounds=self.spec.rounds,
+            documents=self.spec.documents,
         )
 
     @cached_property
@@ -227,6 +228,7 @@ class TrainStep:
             hops=len(self.spec.route.hops),
             reduction_hops=reduction_hops("DHC", self.layout) if once else 1,
             stages=self.layout.size(self.layout.stage),
+            ring=self.spec.context_exchange == "ring",
         )
         return known_options(options, self.mesh.local_devices[0])
 
@@ -261,6 +263,7 @@ def build_step(
     *,
     stacked: bool = True,
     rounds: bool = True,
+    documents: float = 1.0,
 ) -> TrainStep:
     """Describes a run's compiled functions on a mesh; allocates nothing.
 
@@ -269,9 +272,10 @@ def build_step(
       platform: "cpu", "gpu" or "tpu"; decides the kernels, together with the devices.
       codecs: codecs of its steps; by default those of the first step.
       stacked: whether the repeats of a layer group share arrays, as in a checkpoint.
-      rounds: as in `StepSpec`.
+      rounds, documents: as in `StepSpec`.
     """
-    spec = build_spec(cfg, mesh, platform, codecs, stacked=stacked, rounds=rounds)
+    priced = {"rounds": rounds, "documents": documents}
+    spec = build_spec(cfg, mesh, platform, codecs, stacked=stacked, **priced)
     model, weights, router_bias = describe_model(cfg, spec)
     shapes, specs = _describe_state(model, weights, router_bias)
     abstract = jax.tree.map(

@@ -14,6 +14,7 @@ from moejax.config.checks.effects import check_effects
 from moejax.config.checks.planned import CHUNKS, MODES, check_nodes, is_planned, pinned
 from moejax.config.fields import change, get_value
 from moejax.config.schema import Config, PlanConfig
+from moejax.data.sources import share_inside
 from moejax.errors import InputError, write_whole
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
@@ -126,6 +127,7 @@ def plan_run(
         platform=platform_of(list(devices)),
         codecs=cfg.plan.codecs,
         pinned=kept,
+        documents=processes.from_first(lambda: share_inside(cfg)),
     )
     plan = processes.from_first(
         lambda: vars(_search(cfg, topology, limits, console, run_dir / PAGE))

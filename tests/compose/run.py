@@ -244,7 +244,7 @@ def micro_batch_rows(cfg: Config) -> np.ndarray:
     each device; a stage feeds its own, one after the other.
     """
     mesh, count = cfg.mesh, cfg.train.micro_batches
-    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
+    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert // mesh.context
     rows = np.arange(cfg.train.batch_sequences).reshape(mesh.stage, ranks, count // mesh.stage, -1)
     return rows.swapaxes(1, 2).reshape(count, -1)
 

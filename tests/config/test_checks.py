@@ -203,6 +203,25 @@ def test_what_stages_cannot_share_is_refused(words, said):
     assert_refused(f"{STAGES} {words}", said)
 
 
+SHARED = "mesh.expert=4 mesh.context=4 mesh.context_stripe=16"
+NOT_CUT = f"""
+mesh.context=8 -> `mesh.context` = 8 does not divide mesh.fsdp x mesh.expert = 4 ... 1, 2, 4
+mesh.context=2 mesh.simulated_devices=4 -> `mesh.context` = 2 is no product ... one of 1, 4
+mesh.context_stripe=20 -> `data.sequence_length` = 256 ... mesh.context_stripe = 160 ... 160
+{LARGE} mesh.context_stripe=8 mesh.tensor=8 mesh.stage=4 train.micro_batches=4 -> \
+`mesh.context` = 4 leaves 16 of 64 positions ... mesh.tensor x mesh.stage = 32
+train.batch_sequences=7 mesh.fsdp=2 -> 7 is not divisible by 2 = ... / mesh.context 4 x
+{STAGES} mesh.stage_slices=2 -> `mesh.stage_slices` is 2 and `mesh.context` is 4
+{STAGES} model.predict_ahead=1 -> `model.predict_ahead` with `mesh.stage` = 2
+{LATENT} mesh.context_exchange=ring -> `mesh.context_exchange` is ring ... latent
+"""
+
+
+@pytest.mark.parametrize(("words", "said"), cases(NOT_CUT))
+def test_what_devices_cannot_share_is_refused(words, said):
+    assert_refused(f"{SHARED} {words}", said)
+
+
 TWO_STAGES = "mesh.stage=2 mesh.fsdp=2 train.micro_batches=2"
 WITHOUT_EFFECT = f"""
 model.moe_every=none moe.num_experts=4 -> moe.num_experts: `model.moe_every` is none
@@ -222,6 +241,7 @@ compression.block=64 -> compression.block: `compression` is none
 compression.start_layer=1 -> compression.start_layer: `compression` is none
 plan.mode=hand plan.topology=h200:2 -> plan.topology: the planner is off
 plan.mode=hand plan.routing=zipf:1 -> plan.routing: the planner is off
+plan.mode=hand plan.documents=0.5 -> plan.documents: the planner is off
 plan.mode=hand plan.codecs=hybrid -> plan.codecs: the planner is off
 plan.mode=hand plan.traces=3 -> plan.traces: the planner is off
 plan.mode=hand plan.seconds=3 -> plan.seconds: the planner is off
@@ -268,6 +288,8 @@ data.eval_files=a -> data.eval_files: `data.source` is stdlib
 data.source=tokens data.train_files=a train.eval_batches=2 -> \
 train.eval_batches: `data.eval_files` is empty
 mesh.schedule=combined_1f1b -> mesh.schedule: `mesh.stage` is 1
+mesh.context_stripe=8 -> mesh.context_stripe: `mesh.context` is 1
+mesh.context_exchange=ring -> mesh.context_exchange: `mesh.context` is 1
 {TWO_STAGES} mesh.gather_dense=step -> mesh.gather_dense: all weights are gathered once a step
 {TWO_STAGES} mesh.gather_across=step -> mesh.gather_across: weights are gathered once a step
 mesh.fsdp=8 mesh.gather_across=passes model.remat=collectives -> \

@@ -19,8 +19,9 @@ FIELD_NAMES = {
     "": "kernels route route_chunks route_chunks_backward route_trim run_dir",
     "lora": "alpha base_dtype rank targets",
     "mesh": (
-        "activations expert expert_weights fsdp gather_across gather_dense nodes platform "
-        "replica schedule simulated_devices stage stage_keeps stage_slices tensor"
+        "activations context context_exchange context_stripe expert expert_weights fsdp "
+        "gather_across gather_dense nodes platform replica schedule simulated_devices stage "
+        "stage_keeps stage_slices tensor"
     ),
     "model": (
         "activation activation_limit attention attention_bias attention_output_bias "
@@ -46,7 +47,7 @@ FIELD_NAMES = {
         "beta1 beta2 clip_norm epsilon final_fraction learning_rate muon_learning_rate "
         "muon_momentum name schedule warmup_steps weight_decay"
     ),
-    "plan": "codecs keep mode replan routing seconds topology traces",
+    "plan": "codecs documents keep mode replan routing seconds topology traces",
     "profile": "num_steps start_step",
     "track": "mlflow wandb",
     "train": (

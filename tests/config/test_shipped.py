@@ -25,6 +25,7 @@ MODELS = {
     "olmoe_1b_7b": "OLMoE-1B-7B",
     "qwen3_235b_a22b": "Qwen3-235B-A22B",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen3_30b_a3b_1m": "Qwen3-30B-A3B",
 }
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from moejax.config.schema import DataConfig
+from moejax.config.schema import Config, DataConfig, PlanConfig
 from moejax.data import corpus
 from moejax.data.prepare import command as prepare
 from moejax.data.sidecar import sidecar_of
@@ -13,6 +13,7 @@ from moejax.data.sources import (
     is_tokenizer_of,
     keep_tokenizer,
     open_sources,
+    share_inside,
 )
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, digest
 from moejax.data.tokens import from_documents
@@ -160,3 +161,18 @@ def test_a_run_keeps_what_says_how_its_text_became_tokens(tmp_path):
     assert described.open_tokenizer().vocab_size == 257
     keep_tokenizer(DataConfig(), run)
     assert describe_tokens(data, [run]).path == tmp_path / "t.train.bin"
+
+
+def test_the_share_of_pairs_inside_documents_is_counted_in_the_files(tmp_path):
+    """Of 8 positions: two documents of 4, each with its end, have 2 x 10 of 36 pairs.
+
+    Sequences that begin inside a document have 1 and 3, or 2 and 2, positions of those at the ends.
+    """
+    path = write_text(tmp_path, *["abc"] * 40)
+    data = files(path, sequence_length=8)
+    cfg = Config(data=data)
+    cut = [sum(n * (n + 1) / 2 for n in sizes) for sizes in ((1, 4, 3), (2, 4, 2), (3, 4, 1))]
+    assert share_inside(cfg) == pytest.approx((20 + sum(cut)) / 4 / 36, rel=0.02)
+    together = replace(cfg, data=replace(data, isolate_documents=False))
+    assert share_inside(together) == share_inside(Config()) == 1
+    assert share_inside(replace(cfg, plan=PlanConfig(documents=0.25))) == 0.25

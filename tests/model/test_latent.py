@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from moejax.config.schema import RopeConfig
-from moejax.model.latent import join_rotated, rotate_last
-from moejax.model.rope import tables
+from moejax.model.latent import append_key, rotate_last
+from moejax.model.rope import angles_at, rotate
 from moejax.plan.trace.reader import collectives
 from tests.cases import small_config, step_for
 
@@ -56,8 +56,8 @@ def test_all_heads_share_one_key_that_rotates():
     rng = np.random.default_rng(0)
     plain = jnp.asarray(rng.standard_normal((2, 5, 8, 4)), jnp.float32)
     shared = jnp.asarray(rng.standard_normal((2, 5, 2)), jnp.float32)
-    angles = tables(5, 2, RopeConfig())
-    k = np.asarray(join_rotated(plain, shared, angles))
+    angles = angles_at(jnp.arange(5), 2, RopeConfig())
+    k = np.asarray(append_key(plain, rotate(shared[:, :, None], angles)[:, :, 0]))
     np.testing.assert_array_equal(k[..., :4], plain)
     np.testing.assert_array_equal(k[..., 4:], np.broadcast_to(k[:, :, :1, 4:], (2, 5, 8, 2)))
     alone = rotate_last(shared[:, :, None], angles)
@@ -66,7 +66,7 @@ def test_all_heads_share_one_key_that_rotates():
 
 def test_the_last_channels_of_queries_rotate():
     q = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 6)), jnp.float32)
-    turned = np.asarray(rotate_last(q, tables(5, 2, RopeConfig())))
+    turned = np.asarray(rotate_last(q, angles_at(jnp.arange(5), 2, RopeConfig())))
     np.testing.assert_array_equal(turned[..., :4], q[..., :4])
     np.testing.assert_array_equal(turned[:, 0], q[:, 0])  # the first position turns by nothing
     angle = np.arange(5)[:, None]

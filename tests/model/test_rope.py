@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.config.schema import RopeConfig
-from moejax.model.rope import frequencies, rotate, score_factor, tables
+from moejax.model.rope import angles_at, frequencies, rotate, score_factor
 
 GOLDEN = Path(__file__).parents[1] / "golden/from_transformers.json"
 
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parents[1] / "golden/from_transformers.json"
 def test_scores_depend_on_the_distance_alone():
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 8)), jnp.float32) for _ in range(2))
-    angles = tables(12, 8, RopeConfig())
+    angles = angles_at(jnp.arange(12), 8, RopeConfig())
     turned_q = rotate(jnp.tile(q, (1, 12, 1, 1)), angles)
     turned_k = rotate(jnp.tile(k, (1, 12, 1, 1)), angles)
     score = np.einsum("btc,bsc->ts", turned_q[:, :, 0], turned_k[:, :, 0])
@@ -37,7 +37,7 @@ def test_the_scale_lies_on_cos_and_sin_alike():
     """A rotated pair keeps its angle, and is as much longer as the scale says."""
     cfg = RopeConfig(scaling="yarn", factor=40.0)
     scale = frequencies(64, cfg)[1]
-    cos, sin = map(np.asarray, tables(12, 64, cfg))
+    cos, sin = map(np.asarray, angles_at(jnp.arange(12), 64, cfg))
     # Both are float32 and each square adds twice its rounding.
     np.testing.assert_allclose(cos**2 + sin**2, scale**2, rtol=1e-6)
 
@@ -86,7 +86,7 @@ def test_mscale_moves_yarns_factor_from_cos_and_sin_to_the_scores():
 
 def test_channels_beyond_the_rotated_ones_pass():
     x = np.random.default_rng(0).standard_normal((2, 5, 3, 10)).astype(np.float32)
-    angles = tables(5, 6, RopeConfig())
+    angles = angles_at(jnp.arange(5), 6, RopeConfig())
     turned = np.asarray(rotate(jnp.asarray(x), angles))
     np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
     # A pair is a complex number, which its position multiplies by a turn.

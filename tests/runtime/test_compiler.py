@@ -48,6 +48,9 @@ def test_a_value_that_the_compiler_refuses_is_an_error():
         (0, {"stages": 2}, 2),
         (1, {"stages": 2}, 4),
         (2, {"stages": 2}, 6),
+        # Keys along a ring, and the sums of their gradients, each by two permutes.
+        (0, {"ring": True}, 4),
+        (2, {"ring": True}, 5),
     ],
 )
 def test_collectives_that_may_be_under_way_on_gpus(hops, more, slots):

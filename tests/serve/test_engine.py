@@ -7,6 +7,7 @@ import pytest
 
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
+from moejax.serve import engine as serve_engine
 from moejax.serve.engine import PROMPT_MULTIPLE, Rows
 from moejax.serve.generate import generate, padded
 from tests.cases import CERTAIN, small_config, step_for
@@ -78,6 +79,22 @@ def cached_logits(cfg, state, token_BT, length_B):
 )
 def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
     check_cached(small_config(mesh, activations=activations, model=model, moe=CERTAIN))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "activations", "model", "context"),
+    [
+        ((1, 2, 2, 1), "sequence", WINDOW, 4),
+        pytest.param((1, 2, 2, 2), "sequence", LATENT, 2, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2, 2), "replicated", LATENT, 2, marks=pytest.mark.exhaustive),
+        pytest.param((1, 1, 4, 1), "sequence", GROUPED, 4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_devices_share_a_cache(monkeypatch, mesh, activations, model, context):
+    """Two positions a stripe, so that prompts and what follows lie on all of them."""
+    monkeypatch.setattr(serve_engine, "STRIPE", 2)
+    cfg = small_config(mesh, activations=activations, model=model, moe=CERTAIN)
+    check_cached(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=context)))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +191,8 @@ def check_cached(cfg):
     state = random_state(cfg)
     token_BT = np.random.default_rng(1).integers(0, 64, (8, 16), dtype=np.int32)
     length_B = np.array([3, 1, 8, 5, 6, 2, 7, 4])
-    whole_TBV = whole_logits(cfg, state, token_BT)
+    alone = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=1))
+    whole_TBV = whole_logits(alone, state, token_BT)
     found = cached_logits(cfg, state, token_BT, length_B)
     for step, logit_BV in enumerate(found):
         wanted_BV = whole_TBV[length_B + step - 1, np.arange(8)]

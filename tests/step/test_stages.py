@@ -47,8 +47,9 @@ def config(mesh, stages, micro_batches, *, layers=None, rows=1, axis=None, lora=
     own = changes.pop("model", {})
     leading = own.get("layers_before_stages", 0) + own.get("first_dense_layers", 0)
     model = {"num_layers": layers or 2 * stages + leading, **own}
+    context = (axis or {}).get("context", 1)
     train = {
-        "batch_sequences": rows * math.prod(mesh[:3]) * micro_batches,
+        "batch_sequences": rows * math.prod(mesh[:3]) // context * micro_batches,
         "micro_batches": micro_batches,
         **changes.pop("train", {}),
     }
@@ -62,7 +63,7 @@ def with_mesh(cfg, **changes):
 
 
 def on_one_device(cfg):
-    return with_mesh(cfg, stage=1, replica=1, fsdp=1, expert=1, tensor=1, stage_slices=1)
+    return with_mesh(cfg, stage=1, replica=1, fsdp=1, expert=1, tensor=1, stage_slices=1, context=1)
 
 
 def as_one_device_sees_it(cfg, batch):
@@ -71,7 +72,7 @@ def as_one_device_sees_it(cfg, batch):
     Balance is counted over a micro-batch, so it matters which rows are in one.
     """
     mesh, count = cfg.mesh, cfg.train.micro_batches
-    ranks = mesh.replica * mesh.fsdp * mesh.expert
+    ranks = mesh.replica * mesh.fsdp * mesh.expert // mesh.context
     each = count // mesh.stage
     rows = np.arange(cfg.train.batch_sequences).reshape(mesh.stage, ranks, each, -1)
     order = rows.swapaxes(1, 2).reshape(-1)

@@ -17,6 +17,7 @@ from moejax.config.checks.gradients import check_gradients
 from moejax.config.checks.mesh import (
     AXES,
     check_batch,
+    check_context,
     check_expert_axis,
     check_tensor_axis,
     check_width,
@@ -55,6 +56,7 @@ def check(cfg: Config, *, trained: bool = True) -> None:
     _check_compression(cfg)
     check_tensor_axis(cfg)
     check_width(cfg)
+    check_context(cfg)
     check_batch(cfg)
     check_stages(cfg)
     if trained:

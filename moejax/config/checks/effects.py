@@ -47,6 +47,11 @@ _OF_AXES: tuple[_Effect, ...] = (
         "`mesh.fsdp` and `mesh.expert` are 1",
     ),
     (
+        "mesh.context_stripe mesh.context_exchange",
+        lambda cfg: cfg.mesh.context > 1,
+        "`mesh.context` is 1, so no device shares a sequence",
+    ),
+    (
         "mesh.schedule mesh.stage_keeps mesh.stage_slices",
         lambda cfg: cfg.mesh.stage > 1,
         "`mesh.stage` is 1",
@@ -220,7 +225,8 @@ _OF_TRAINING: tuple[_Effect, ...] = (
         "`train.sample_tokens` is 0",
     ),
     (
-        "plan.topology plan.routing plan.codecs plan.traces plan.seconds plan.keep plan.replan",
+        "plan.topology plan.routing plan.documents plan.codecs plan.traces plan.seconds plan.keep "
+        "plan.replan",
         is_planned,
         "the planner is off (`plan` is hand, or default with a choice made by hand)",
     ),

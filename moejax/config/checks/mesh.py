@@ -1,11 +1,14 @@
 """Rules between the mesh and the sizes that its axes divide."""
 
 import dataclasses
+import itertools
 import math
+import operator
 
 from moejax.config.checks.size import machine_memory, state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression
+from moejax.config.parts import node_parts
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError
 
@@ -27,10 +30,11 @@ def resolve_mesh(
     resolved = _fill_replica(cfg, num_devices, platform)
     check_batch(resolved)
     nodes = resolved.mesh.nodes or processes
-    if nodes is None:
-        return resolved
-    resolved = dataclasses.replace(resolved, mesh=dataclasses.replace(resolved.mesh, nodes=nodes))
-    _check_nodes(resolved, num_devices)
+    if nodes is not None:
+        mesh = dataclasses.replace(resolved.mesh, nodes=nodes)
+        resolved = dataclasses.replace(resolved, mesh=mesh)
+        _check_nodes(resolved, num_devices)
+    _check_context_axes(resolved.mesh)
     return resolved
 
 
@@ -65,16 +69,15 @@ def _check_nodes(cfg: Config, num_devices: int) -> None:
         "`compression` has no effect: all devices are on one node (`mesh.nodes` is 1), and nothing "
         "is compressed inside a node. Set mesh.nodes, or compression=none.",
     )
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
     left, inside = num_devices // mesh.nodes, {}
-    for axis in reversed(AXES):
-        size = getattr(mesh, axis)
-        inside[axis] = math.gcd(size, left)
+    for axis, (across, inside[axis]) in node_parts(sizes, mesh.nodes).items():
         left //= inside[axis]
         require(
-            inside[axis] == size or left == 1,
-            f"`mesh.{axis}` = {size} does not fit nodes of {num_devices // mesh.nodes} devices: a "
-            f"node would hold {left} pieces of {inside[axis]}. Choose a mesh.{axis} that is a "
-            f"multiple or a divisor of {left * inside[axis]}.",
+            across == 1 or left == 1,
+            f"`mesh.{axis}` = {sizes[axis]} does not fit nodes of {num_devices // mesh.nodes} "
+            f"devices: a node would hold {left} pieces of {inside[axis]}. Choose a mesh.{axis} "
+            f"that is a multiple or a divisor of {left * inside[axis]}.",
         )
     require(
         mesh.gather_across == "flat"
@@ -142,13 +145,69 @@ def check_width(cfg: Config) -> None:
         )
 
 
+def check_context(cfg: Config) -> None:
+    """Checks that the devices that share a sequence get equally many positions."""
+    mesh, length = cfg.mesh, cfg.data.sequence_length
+    if mesh.context == 1:
+        return
+    shared = mesh.fsdp * mesh.expert
+    require(
+        shared % mesh.context == 0,
+        f"`mesh.context` = {mesh.context} does not divide mesh.fsdp x mesh.expert = {shared}, "
+        f"whose devices share sequences. Choose {divisors_text(shared)}, or larger axes.",
+    )
+    pair = 2 * mesh.context * mesh.context_stripe
+    require(
+        length % pair == 0,
+        f"`data.sequence_length` = {length} is not divisible by 2 x mesh.context x "
+        f"mesh.context_stripe = {pair}. Each device has pairs of stripes. Choose "
+        f"{multiples(length, pair)}, or a smaller mesh.context_stripe.",
+    )
+    require(
+        mesh.context_exchange == "gather" or not cfg.model.is_latent,
+        "`mesh.context_exchange` is ring and `model.attention` is latent. Latents are narrow, so "
+        "that gathering them sends less. Set mesh.context_exchange=gather.",
+    )
+    own, ranks = length // mesh.context, mesh.tensor * mesh.stage
+    require(
+        own % ranks == 0,
+        f"`mesh.context` = {mesh.context} leaves {own} of {length} positions to a device, which "
+        f"mesh.tensor x mesh.stage = {ranks} do not divide. Choose a larger "
+        "data.sequence_length, or smaller axes.",
+    )
+    require(
+        mesh.stage_slices == 1,
+        f"`mesh.stage_slices` is {mesh.stage_slices} and `mesh.context` is {mesh.context}. Both "
+        "cut sequences. Set one of them to 1.",
+    )
+    require(
+        mesh.stage == 1 or not cfg.model.predict_ahead,
+        f"`model.predict_ahead` with `mesh.stage` = {mesh.stage} cuts sequences over the stages, "
+        f"and `mesh.context` = {mesh.context} cuts them too. Set one of the three to its default.",
+    )
+
+
+def _check_context_axes(mesh: MeshConfig) -> None:
+    """Checks that whole mesh axes share a sequence, after those that span nodes are split."""
+    parts = node_parts({axis: getattr(mesh, axis) for axis in AXES}, mesh.nodes or 1)
+    sizes = [size for axis in ("expert", "fsdp") for size in reversed(parts[axis])]
+    choices = sorted(set(itertools.accumulate(sizes, operator.mul, initial=1)))
+    require(
+        mesh.context in choices,
+        f"`mesh.context` = {mesh.context} is no product of whole axes: the last of mesh.fsdp = "
+        f"{mesh.fsdp} and mesh.expert = {mesh.expert}, each cut where a node ends. Choose one of "
+        f"{', '.join(map(str, choices))}, or other axes.",
+    )
+
+
 def check_batch(cfg: Config) -> None:
     """Checks that every device gets the same number of sequences in each micro-batch."""
     batch, micro = cfg.train.batch_sequences, cfg.train.micro_batches
     sizes = {f"mesh.{axis}": getattr(cfg.mesh, axis) for axis in ("replica", "fsdp", "expert")}
     sizes = {axis: size for axis, size in sizes.items() if size is not None}
-    parts = math.prod(sizes.values()) * micro
+    parts = math.prod(sizes.values()) // cfg.mesh.context * micro
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    axes += f" / mesh.context {cfg.mesh.context}" if cfg.mesh.context > 1 else ""
     require(
         batch % parts == 0,
         f"`train.batch_sequences` = {batch} is not divisible by {parts} = {axes} x "

@@ -7,7 +7,14 @@ from moejax.errors import InputError
 
 MESH = ("mesh.stage", "mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
 # Settings of layout and communication, which do not change the result of training.
-LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
+LAYOUT = (
+    *MESH,
+    "mesh.activations",
+    "mesh.expert_weights",
+    "mesh.context",
+    "mesh.context_stripe",
+    "mesh.context_exchange",
+)
 EXCHANGE = ("route", "route_chunks", "route_chunks_backward", "moe.headroom")
 REDUCTION = ("train.reduction_bytes", "mesh.gather_dense", "mesh.gather_across")
 STAGES = ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices")

@@ -37,6 +37,7 @@ def attention(
     implementation: str,
     scale: float | None = None,
     sinks_H: Float[Array, " H"] | None = None,
+    inside: float = 1.0,
 ) -> Float[Array, "B T H V"]:
     """Returns each query's mean of the values, weighted by the softmax of its scores.
 
@@ -55,12 +56,13 @@ def attention(
       scale: factor of the scores; None for 1 / sqrt(C).
       sinks_H: logits that take part in the softmax of each of a head's queries and have no value,
         so that the weights of keys sum to less than one; None for none. cuDNN takes none.
+      inside: share of the pairs that lie inside a document, for the price of kernels that skip.
     """
     scale = 1 / math.sqrt(q_BTHC.shape[-1]) if scale is None else scale
     T, S = q_BTHC.shape[1], segment_BS.shape[1]
     if implementation in IMPLEMENTATIONS:
         pieces = (_piece(k_BSGC, v_BSGV, segment_BS, S - T + jnp.arange(T), window),)
-        extents = (Extent((S - T,), window),)
+        extents = (Extent((S - T,), window, inside=inside),)
         options = {"scale": scale, "sinks_H": sinks_H, "implementation": implementation}
         return ranged_attention(q_BTHC, pieces, extents, **options)
     if implementation in ("splash", "splash_whole"):

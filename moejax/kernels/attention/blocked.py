@@ -36,9 +36,7 @@ def blocks_of(queries: int, keys: int, extent: Any) -> Blocks:
     """Returns the blocks for some queries and keys; visits are a mean over `extent.starts`."""
     Q = min(queries, max(64, min(QUERIES, queries // 4)))
     K = min(keys, KEYS if keys >= 8 * Q else Q)
-    spans = extent.spans(queries, keys, Q)
-    visits = sum(max(0, last // K - first // K + 1) for first, last in spans)
-    return Blocks(Q, K, visits / len(extent.starts))
+    return Blocks(Q, K, extent.visits(queries, keys, Q, K))
 
 
 def forward(q_BTHC, k_BSGC, v_BSGV, first_BT, last_BT, *, scale: float, extent: Any):

@@ -10,13 +10,12 @@ Backward hands each piece the result and the log of all pieces together: its pro
 of the whole softmax, and no merge is differentiated.
 """
 
-from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -47,23 +46,40 @@ class Extent(NamedTuple):
       starts: places that the first query may have among the keys, each as likely as another.
       window: keys that a query sees, itself included; None: all before it.
       before: whether only keys before the first query are seen.
+      run: queries that stand side by side, from one of the starts on; None: all of them.
+      inside: share of the pairs that lie inside a document; counts without a window.
     """
 
     starts: tuple[int, ...]
     window: int | None
     before: bool = False
+    run: int | None = None
+    inside: float = 1.0
 
-    def spans(self, queries: int, keys: int, rows: int = 1) -> Iterator[tuple[int, int]]:
-        """Yields the first and the last key of each block of `rows` queries, for every start."""
-        for start, block in product(self.starts, range(0, queries, rows)):
-            first, last = start + block, start + min(block + rows, queries) - 1
-            last = min(start - 1 if self.before else last, keys - 1)
-            yield 0 if self.window is None else max(0, first - self.window + 1), last
+    def visits(self, queries: int, keys: int, rows: int = 1, block: int = 1) -> float:
+        """Returns how many blocks of keys are seen by blocks of `rows` queries, together.
 
-    def pairs(self, queries: int, keys: int) -> float:
-        """Returns how many pairs of a query and a key see each other, a mean over the starts."""
-        seen = sum(max(0, last - first + 1) for first, last in self.spans(queries, keys))
-        return seen / len(self.starts)
+        With blocks of one it is the number of pairs that see each other. A mean over the starts.
+        """
+        run = min(self.run or queries, queries)
+        start_N1, row_M = np.array(self.starts)[:, None], np.arange(0, run, rows)
+        last_NM = np.minimum(start_N1 + np.minimum(row_M + rows, run) - 1, keys - 1)
+        if self.before:
+            last_NM = np.minimum(last_NM, start_N1 - 1)
+        none = np.zeros_like(last_NM)
+        back = 0 if self.window is None else start_N1 + row_M - self.window + 1
+        first_NM = np.maximum(none, back)
+        seen = np.maximum(none, last_NM // block - first_NM // block + 1)
+        share = self.inside if self.window is None else 1.0
+        each = np.where(seen > 0, np.maximum(share * seen, min(rows, 2) - 1), 0)
+        return float(np.sum(each)) / len(self.starts) * (queries / run)
+
+
+class Merged(NamedTuple):
+    """The result of keys that queries have seen so far, and the log of its denominators."""
+
+    y_BTHV: Float[Array, "B T H V"]
+    log_BTH: Float[Array, "B T H"]
 
 
 class Form(NamedTuple):
@@ -82,6 +98,8 @@ def ranges(
     Args:
       segment_BS: document of each position; a document's positions lie side by side.
     """
+    # XLA would take a time quadratic in the sequence to fold the maximum of constants.
+    segment_BS = lax.optimization_barrier(segment_BS)
     place_BS = lax.broadcasted_iota(jnp.int32, segment_BS.shape, 1)
     begins_BS = jnp.diff(segment_BS, axis=1, prepend=segment_BS[:, :1]) != 0
     begin_BS = lax.cummax(jnp.where(begins_BS, place_BS, 0), axis=1)
@@ -121,24 +139,44 @@ def _attend(form: Form, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
 def _forward(form: Form, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
     kernel = IMPLEMENTATIONS[form.implementation]
     results = [
-        kernel.forward(q_BTHC, *keys, scale=form.scale, extent=extent)
+        Merged(*kernel.forward(q_BTHC, *keys, scale=form.scale, extent=extent))
         for keys, extent in zip(pieces, form.extents, strict=True)
     ]
-    y_BTHV, log_BTH = results[0] if len(results) == 1 else _merge(results)
-    if sinks_H is not None:
-        y_BTHV = y_BTHV * jax.nn.sigmoid(log_BTH - sinks_H)[..., None]
-        log_BTH = jnp.logaddexp(log_BTH, sinks_H)
+    y_BTHV, log_BTH = join_sinks(merge(results), sinks_H)
     y_BTHV = y_BTHV.astype(pieces[0].v_BSGV.dtype)
     y_BTHV, log_BTH = (checkpoint_name(x, ATTENDED) for x in (y_BTHV, log_BTH))
     return y_BTHV, (q_BTHC, pieces, sinks_H, y_BTHV, log_BTH)
 
 
-def _merge(results: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """The results of pieces as those of one."""
+def merge(results: list[Merged]) -> Merged:
+    """Returns the results of several pieces as those of one."""
+    if len(results) == 1:
+        return results[0]
     y_NBTHV, log_NBTH = (jnp.stack(x) for x in zip(*results, strict=True))
     log_BTH = jax.nn.logsumexp(log_NBTH, axis=0)
     weight_NBTH1 = jnp.exp(log_NBTH - log_BTH)[..., None]
-    return jnp.sum(y_NBTHV.astype(jnp.float32) * weight_NBTH1, axis=0), log_BTH
+    return Merged(jnp.sum(y_NBTHV.astype(jnp.float32) * weight_NBTH1, axis=0), log_BTH)
+
+
+def join_sinks(merged: Merged, sinks_H: jax.Array | None) -> Merged:
+    """Returns the result with sinks in each softmax."""
+    if sinks_H is None:
+        return merged
+    y_BTHV, log_BTH = merged
+    share_BTH1 = jax.nn.sigmoid(log_BTH - sinks_H)[..., None]
+    return Merged(y_BTHV * share_BTH1, jnp.logaddexp(log_BTH, sinks_H))
+
+
+def sink_gradient(sinks_H: jax.Array | None, y_BTHV, log_BTH, dy_BTHV) -> jax.Array | None:
+    """Returns the gradient of sinks: each has a weight like a key, and a value of zeros.
+
+    Args:
+      y_BTHV, log_BTH: results with sinks.
+    """
+    if sinks_H is None:
+        return None
+    dot_BTH = jnp.sum(y_BTHV.astype(jnp.float32) * dy_BTHV, axis=-1)
+    return -jnp.sum(jnp.exp(sinks_H - log_BTH) * dot_BTH, axis=(0, 1))
 
 
 def _backward(form: Form, saved, dy_BTHV):
@@ -155,10 +193,7 @@ def _backward(form: Form, saved, dy_BTHV):
         dq_BTHC += part_BTHC.astype(jnp.float32)
         dk_BSGC = dk_BSGC.astype(keys.k_BSGC.dtype)
         of_pieces.append(Keys(dk_BSGC, dv_BSGV.astype(keys.v_BSGV.dtype), none, none))
-    dsinks_H = None
-    if sinks_H is not None:  # a sink has a weight like a key, and a value of zeros
-        dot_BTH = jnp.sum(y_BTHV.astype(jnp.float32) * dy_BTHV, axis=-1)
-        dsinks_H = -jnp.sum(jnp.exp(sinks_H - log_BTH) * dot_BTH, axis=(0, 1))
+    dsinks_H = sink_gradient(sinks_H, y_BTHV, log_BTH, dy_BTHV)
     return dq_BTHC.astype(q_BTHC.dtype), tuple(of_pieces), dsinks_H
 
 

@@ -5,6 +5,7 @@ of the softmax, so that a log stands for both with a sum of one.
 """
 
 import importlib.util
+import logging
 from typing import Any
 
 import jax
@@ -39,7 +40,15 @@ def gradients(
 def _channels(q_BTHC: jax.Array, v_BSGV: jax.Array, extent: Any) -> int:
     """FLOPs of one product of the pairs that see each other, of mean width."""
     B, T, H, C = q_BTHC.shape
-    return round(B * H * (C + v_BSGV.shape[-1]) * extent.pairs(T, v_BSGV.shape[1]))
+    return round(B * H * (C + v_BSGV.shape[-1]) * extent.visits(T, v_BSGV.shape[1]))
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Whether a line is none of those about tuning that tokamax writes for each shape."""
+    return "Autotuning cache miss" not in record.getMessage()
+
+
+logging.getLogger("absl").addFilter(_quiet)
 
 
 def _forward(q_BTHC, k_BSGC, v_BSGV, first_BT, last_BT, *, scale: float):

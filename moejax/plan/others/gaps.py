@@ -52,6 +52,23 @@ def slices_row(cfg: Config) -> Row:
     return count > 1, f"{count} slices of a sequence", "passes whole sequences on"
 
 
+def sharing_text(cfg: Config) -> str:
+    """Returns how many devices share a sequence."""
+    count = cfg.mesh.context
+    return "sequences stay whole" if count == 1 else f"{count} devices share each sequence"
+
+
+def sharing_row(cfg: Config, instead: str) -> Row:
+    """Returns the row of sequences that devices share.
+
+    Args:
+      instead: the trainer's way in its place.
+    """
+    mesh = cfg.mesh
+    what = f"{sharing_text(cfg)}, dealt in stripes of {mesh.context_stripe} positions"
+    return mesh.context > 1, f"{what}, keys by {mesh.context_exchange}", instead
+
+
 def across_row(cfg: Config) -> Row:
     """Returns the row of weights that are gathered across nodes first, then inside."""
     what = "weights gathered across nodes first, then inside the node"

@@ -15,6 +15,7 @@ from moejax.plan.others.gaps import (
     dense_row,
     gaps_of,
     pieces_row,
+    sharing_row,
     slices_row,
     trim_row,
     whole_row,
@@ -214,6 +215,7 @@ def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
     ]
     last = [
         slices_row(cfg),
+        sharing_row(cfg, "keeps sequences whole here; its context axis is not translated"),
         (mesh.stage > 1, order, "runs all forward passes first, so keeps more"),
         (remat == "none", "no recomputation", "recomputes what lies between matrix products"),
         (remat == "collectives", kept, "gathers them again"),

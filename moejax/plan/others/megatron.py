@@ -14,6 +14,8 @@ from moejax.plan.others.gaps import (
     ends_row,
     gaps_of,
     pieces_row,
+    sharing_row,
+    sharing_text,
     slices_row,
     trim_row,
     whole_row,
@@ -88,7 +90,7 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
     options = [
         Option("tensor-model-parallel-size", sizes.tensor, f"tensor {sizes.tensor}"),
         Option("pipeline-model-parallel-size", sizes.stage, stages),
-        Option("context-parallel-size", 1, "sequences stay whole"),
+        Option("context-parallel-size", cfg.mesh.context, sharing_text(cfg)),
     ]
     if sizes.stage > 1 and cfg.model.stage_chunks > 1:
         name = "num-virtual-stages-per-pipeline-rank"
@@ -231,6 +233,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     last = [
         ends_row(cfg),
         slices_row(cfg),
+        sharing_row(cfg, "cuts each sequence in two parts for each device"),
         (combined, turns, plain),
         (remat in RECOMPUTED, f"the values that remat {remat} keeps", RECOMPUTED.get(remat, "")),
     ]

@@ -16,6 +16,8 @@ from moejax.plan.others.gaps import (
     ends_row,
     gaps_of,
     pieces_row,
+    sharing_row,
+    sharing_text,
     slices_row,
     trim_row,
     whole_row,
@@ -87,10 +89,10 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
     stages, chunks = stages_text(cfg), cfg.model.stage_chunks
     options = [
         ("data_parallel_replicate_degree", sizes.replica, f"replica {sizes.replica}"),
-        ("data_parallel_shard_degree", sizes.fsdp * sizes.expert, over),
+        ("data_parallel_shard_degree", sizes.fsdp * sizes.expert // cfg.mesh.context, over),
         ("fsdp_reshard_after_forward", "never" if keeps else "always", kept),
         ("tensor_parallel_degree", sizes.tensor, f"tensor {sizes.tensor}"),
-        ("context_parallel_degree", 1, "sequences stay whole"),
+        ("context_parallel_degree", cfg.mesh.context, sharing_text(cfg)),
         ("pipeline_parallel_degree", sizes.stage, stages),
     ]
     if sizes.stage > 1 and chunks > 1:
@@ -168,6 +170,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     last = [
         ends_row(cfg),
         slices_row(cfg),
+        sharing_row(cfg, "cuts each sequence in two parts for each device"),
         (remat not in ("none", "full"), f"the values that remat {remat} keeps", listed),
         (factor is not None, f"a capacity factor of {factor or 0:g}", "drops no token"),
     ]

@@ -108,17 +108,20 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def trace_config(cfg: Config, platform: str, load: ExpertLoad | None = None) -> TracedStep:
+def trace_config(
+    cfg: Config, platform: str, load: ExpertLoad | None = None, *, documents: float = 1.0
+) -> TracedStep:
     """Traces the train step of a resolved config; needs no devices, allocates nothing.
 
     Args:
       load: load to price it for. If this overflows no bucket, overflow rounds, which are a second
         expert layer, are not traced. None: any load.
+      documents: as of `StepSpec`.
     """
     mesh = build_abstract_mesh(build_layout(cfg.mesh))
     rounds = load is None or may_overflow(cfg, platform, load)
     with described_gpu():
-        return trace_step(build_step(cfg, mesh, platform, rounds=rounds))
+        return trace_step(build_step(cfg, mesh, platform, rounds=rounds, documents=documents))
 
 
 def may_overflow(cfg: Config, platform: str, load: ExpertLoad) -> bool:

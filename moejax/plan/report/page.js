@@ -37,7 +37,7 @@ const WORDS = { stage_slots: "kept by stages", stage_sums: "sums of gradients in
 const words = (name) => WORDS[name] ?? name.replaceAll("_", " ");
 const sent = (name) => (name === "step" ? "small sums" : words(name));
 const CLASSES = ["dispatch", "dispatch_backward", "combine", "combine_backward", "dense_gradient", "expert_gradient",
-  "weights", "activations", "routing"];
+  "weights", "activations", "context", "routing"];
 const link = (name) => `var(--${CLASSES.includes(name) ? name : "small"})`;
 const compute = (name) => `var(--${["experts", "attention"].includes(name) ? name : "compute"})`;
 const colour = (lane, name) => (lane === "compute" ? compute(name) : link(name));

@@ -64,6 +64,7 @@ def rest_parts(cfg: Config) -> list[str]:
     across = {"use": "at each use", "passes": "once for both passes", "step": "once a step"}
     across_text = f"weights across nodes first, {across.get(mesh.gather_across)}"
     headroom = f"buckets of {cfg.moe.headroom:g} times the mean"
+    shared = f"{mesh.context} devices share a sequence, keys by {mesh.context_exchange}"
     staged = mesh.stage > 1
     parts = [
         (size is not None, f"pieces of {(size or 0) / 2**20:.0f} MiB"),
@@ -74,6 +75,7 @@ def rest_parts(cfg: Config) -> list[str]:
         (cfg.train.micro_batches > 1, f"{cfg.train.micro_batches} micro-batches"),
         (staged and mesh.schedule != "1f1b", f"schedule {mesh.schedule}"),
         (cfg.model.stage_chunks > 1, f"{cfg.model.stage_chunks} chunks a stage"),
+        (mesh.context > 1, shared),
         (mesh.stage_slices > 1, f"{mesh.stage_slices} slices"),
         (staged and mesh.stage_keeps == "input", "stages keep inputs alone"),
     ]

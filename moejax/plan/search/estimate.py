@@ -132,7 +132,8 @@ class Estimate:
         hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
         channels = 2 * model.num_heads * (model.head_width + model.value_channels)
         attention = self.tokens * channels / layout.size(layout.tensor)
-        block = width * (hidden + attention + 6 * kept_tokens * model.width)
+        keys = 2 * self._seen_keys() * (self.cfg.mesh.context_exchange == "gather")
+        block = width * (hidden + attention + keys + 6 * kept_tokens * model.width)
         passed = width * kept_tokens * model.width
         activations = (block * KEPT[model.remat] + passed) * model.blocks / self.stages
         if self.stages > 1:
@@ -276,7 +277,36 @@ class Estimate:
                 total += 4 * self._cost("all_gather", rows * ranks, layout.tensor)
             total *= self.expert_blocks
         whole = self.tokens * model.width * width
-        return total + 4 * self._cost("all_gather", whole, layout.tensor)
+        return total + 4 * self._cost("all_gather", whole, layout.tensor) + self._keys_moved()
+
+    def _keys_moved(self) -> float:
+        """Returns a block's seconds of gathering keys of shared sequences, both passes.
+
+        A mean over the blocks: those with a window pass on next to nothing.
+        """
+        layout, axes = self.layout, self.layout.context
+        size = self._seen_keys() * WIDTHS[self.cfg.model.dtype]
+        slow, fast = layout.between_nodes(axes), layout.inside_node(axes)
+        across, inside = size / layout.size(fast), size
+        once = self._cost("all_gather", across, slow) + self._cost("all_gather", inside, fast)
+        wide = WIDTHS[self.cfg.train.gradient_dtype] / WIDTHS[self.cfg.model.dtype]
+        return once * (2 + wide) * self._full_blocks()
+
+    def _seen_keys(self) -> float:
+        """Returns the elements of keys and values, or latents, that a device gathers in a block."""
+        layout, model = self.layout, self.cfg.model
+        if not layout.context:
+            return 0.0
+        seen = self.tokens * layout.size(layout.context)
+        if model.is_latent:
+            return seen * ((model.kv_latent or 0) + model.rotated_channels)
+        channels = model.num_kv_heads * (model.head_width + model.value_channels)
+        return seen * channels / layout.size(layout.tensor)
+
+    def _full_blocks(self) -> float:
+        """Returns the share of the blocks that have no window."""
+        kinds = [kind for group, n in layer_groups(self.cfg.model) for kind in group * n]
+        return sum(kind.window is None for kind in kinds) / len(kinds)
 
     def _weights(self) -> float:
         """Returns a block's seconds of gathering weights and reducing gradients."""

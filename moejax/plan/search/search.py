@@ -299,7 +299,8 @@ class _Search:
         if cfg in self.priced:
             return None
         began = time.perf_counter()
-        traced = trace_config(cfg, self.limits.platform, self.load)
+        documents = self.limits.documents
+        traced = trace_config(cfg, self.limits.platform, self.load, documents=documents)
         plan = price(traced, self.topology, self.load)
         self.budget.count(time.perf_counter() - began)
         self.priced[cfg] = plan
@@ -319,7 +320,16 @@ class _Search:
         gathers, routes = (
             partial(part, limits=self.limits) for part in (space.gathers, space.exchanges)
         )
-        first = (self._heavier, self._schedules, self._coded, gathers, routes, self._headrooms)
+        keys = partial(space.key_exchanges, limits=self.limits)
+        first = (
+            self._heavier,
+            self._schedules,
+            self._coded,
+            gathers,
+            keys,
+            routes,
+            self._headrooms,
+        )
         for neighbours in first:
             best = self._best_of(best, neighbours(best.cfg))
         if not chunks:

@@ -6,14 +6,16 @@ A setting that is not at its default is pinned: the user chose it. The others ar
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from operator import mul
 from typing import Any
 
-from moejax.config.checks import check, resolve_mesh
+from moejax.config.checks import AXES, check, resolve_mesh
 from moejax.config.checks.planned import CHOSEN, CHUNKS, CODECS, EXCHANGE, MESH, REDUCTION
 from moejax.config.compression import GRADIENTS, PRESETS, STAGES
 from moejax.config.fields import change, fields, get_value
+from moejax.config.parts import node_parts
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError
@@ -28,6 +30,8 @@ PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 SCHEDULES = ("1f1b", "combined_1f1b")
 KEEPS = ("residuals", "input")
 HEADROOMS = (1.5, 2.0, 3.0)
+CONTEXT = "mesh.context"
+LONG = 16_384  # positions from which on devices may share sequences although there are enough
 # Rules of thumb that people follow without a planner, and their meaning.
 RULES = {
     "FSDP": "weights sharded over all devices",
@@ -49,6 +53,7 @@ class Limits:
       platform: "cpu", "gpu" or "tpu".
       codecs: preset whose codecs may be chosen, class by class: none, hybrid or strong.
       pinned: settings that keep their values.
+      documents: share of the pairs of positions that lie inside a document.
     """
 
     devices: int
@@ -56,6 +61,7 @@ class Limits:
     platform: str
     codecs: str = "none"
     pinned: frozenset[str] = frozenset()
+    documents: float = 1.0
 
     def free(self, name: str) -> bool:
         """Returns whether a setting may be changed."""
@@ -90,17 +96,55 @@ def meshes(cfg: Config, limits: Limits) -> Iterator[Config]:
         choices = product(
             _values(cfg, limits, "mesh.activations", layouts),
             _values(cfg, limits, "mesh.expert_weights", weights),
-            _micro_batches(cfg, limits, values),
+            sharing(cfg, limits, values),
         )
-        for activations, kind, parts in choices:
-            own = {"mesh.activations": activations, "mesh.expert_weights": kind}
+        numbers = (
+            (*choice, parts)
+            for choice in choices
+            for parts in _micro_batches(cfg, limits, values, choice[-1]["mesh.context"])
+        )
+        for activations, kind, shared, parts in numbers:
+            own = {"mesh.activations": activations, "mesh.expert_weights": kind, **shared}
             own |= {"train.micro_batches": parts}
             candidate = resolve(_plain_exchange(change(cfg, values | own), limits), limits)
             if candidate is not None:
                 yield candidate
 
 
-def _micro_batches(cfg: Config, limits: Limits, mesh: dict[str, Any]) -> list[int]:
+def sharing(cfg: Config, limits: Limits, mesh: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the ways in which devices of a mesh may share sequences, fewest devices first.
+
+    They share where sequences are fewer than devices, as few as need be, and for long sequences
+    also twice and four times as many.
+    """
+    sizes = {axis: mesh[f"mesh.{axis}"] for axis in AXES}
+    parts = node_parts(sizes, limits.nodes)
+    suffix = [size for axis in ("expert", "fsdp") for size in reversed(parts[axis])]
+    ranks = math.prod(mesh[name] for name in ROWS)
+    counts = sorted(set(accumulate(suffix, mul, initial=1)))
+    enough = [c for c in counts if cfg.train.batch_sequences * c % ranks == 0]
+    if cfg.data.sequence_length < LONG or mesh["mesh.stage"] > 1 or cfg.mesh.stage_slices > 1:
+        enough = enough[:1]
+    ways = [_stripes(cfg, limits, count) for count in _values(cfg, limits, CONTEXT, enough[:3])]
+    return [way for way in ways if way is not None]
+
+
+def _stripes(cfg: Config, limits: Limits, count: int) -> dict[str, Any] | None:
+    """Returns the settings with which some devices share a sequence; None if it does not divide.
+
+    A stripe has eight windows at least, where the sequence permits: neighbours exchange one each.
+    """
+    name, length = "mesh.context_stripe", cfg.data.sequence_length
+    if count == 1 or not limits.free(name):
+        return {CONTEXT: count}
+    wanted = max(fields()[name].default, 8 * (cfg.model.sliding_window or 0))
+    pairs, rest = divmod(length, 2 * count)
+    if rest:
+        return None
+    return {CONTEXT: count, name: max(size for size in divisors(pairs) if size <= wanted)}
+
+
+def _micro_batches(cfg: Config, limits: Limits, mesh: dict[str, Any], context: int) -> list[int]:
     """Returns the numbers of micro-batches to estimate on a mesh.
 
     With stages they decide how long stages are idle: `TURNS` for each stage, as far as they divide
@@ -109,7 +153,7 @@ def _micro_batches(cfg: Config, limits: Limits, mesh: dict[str, Any]) -> list[in
     stages, fewest = mesh["mesh.stage"], cfg.train.micro_batches
     if stages == 1 or not limits.free("train.micro_batches"):
         return [fewest]
-    rows = _rows(cfg, math.prod(mesh[name] for name in MESH if name in ROWS))
+    rows = _rows(cfg, math.prod(mesh[name] for name in ROWS) // context)
     numbers = [turns * stages for turns in TURNS]
     return [n for n in numbers if rows % n == 0 and n >= fewest]
 
@@ -203,6 +247,15 @@ def gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
     yield from _each(cfg, limits, "mesh.gather_across", across)
 
 
+def key_exchanges(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields other ways to exchange the keys of shared sequences, and other numbers of devices."""
+    if cfg.mesh.context == 1:
+        return
+    yield from _each(cfg, limits, "mesh.context_exchange", ("ring", "gather"))
+    ways = sharing(cfg, limits, {name: get_value(cfg, name) for name in MESH})
+    yield from changed(cfg, limits, (way for way in ways if way[CONTEXT] != cfg.mesh.context))
+
+
 def orders(cfg: Config, limits: Limits) -> tuple[str, ...]:
     """Returns the values of `mesh.schedule` that may pay.
 
@@ -234,7 +287,8 @@ def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
 
     Not resolved, because that is slow and most of them are only estimated.
     """
-    rows = _rows(cfg, cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1))
+    ranks = cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1)
+    rows = _rows(cfg, ranks // cfg.mesh.context)
     micro = [n for n in divisors(rows) if n >= cfg.train.micro_batches]
     names = ("train.micro_batches", "model.remat", "mesh.stage_keeps")
     at = REMATS.index(cfg.model.remat)
@@ -265,12 +319,16 @@ def rules(cfg: Config, limits: Limits) -> dict[str, Config]:
 
 
 def _by_rule(cfg: Config, limits: Limits, sizes: dict[str, int]) -> Config | None:
-    """Returns a mesh of these axes with all else at its default; None if it breaks a rule."""
-    mesh = {f"mesh.{axis}": size for axis, size in sizes.items()}
-    values = dict.fromkeys(MESH, 1) | mesh | {"compression.preset": "none"}
+    """Returns a mesh of these axes with all else at its default; None if it breaks a rule.
+
+    Where sequences are fewer than devices, devices share them.
+    """
+    mesh = dict.fromkeys(MESH, 1) | {f"mesh.{axis}": size for axis, size in sizes.items()}
+    values = mesh | {"compression.preset": "none"}
     values |= {name: fields()[name].default for name in (*EXCHANGE, *REDUCTION, *CODECS)}
     values |= {"mesh.activations": "sequence", "mesh.expert_weights": "hidden"}
-    return resolve(change(cfg, values), limits)
+    shared = sharing(cfg, replace(limits, pinned=frozenset()), mesh)[:1]
+    return resolve(change(cfg, values | shared[0]), limits) if shared else None
 
 
 def plan_of(cfg: Config) -> dict[str, Any]:

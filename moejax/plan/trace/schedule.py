@@ -30,6 +30,7 @@ TRAFFIC = (
     "stage",
     "stage_gradient",
     "activations",
+    "context",
     "routing",
     "loss",
     "update",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm import links, wire
+from moejax.comm import context, links, wire
 from moejax.model.layers import logits
 from moejax.step.loss import sum_nll, target_nll
 from moejax.step.model import ModelDef
@@ -88,11 +88,12 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
     B, T = batch.target_BT.shape
     nll = _nats(staged, target_nll)  # [M, B of a micro-batch, T / P]
     nll = links.gather_positions(nll.reshape(-1, nll.shape[-1]), layout)
+    nll = context.gather(nll, layout)
     # Consecutive micro-batches are of consecutive stages: [J, P, ...] -> [P, J, ...].
     local, stages = staged.local_micro_batches, staged.stages
     nll = nll.reshape(local, stages, -1, T).swapaxes(0, 1).reshape(stages, B, T)
     # P B T -> P (B of all token ranks inside a stage) T
-    return wire.all_gather(nll[:, None], layout.inside.token_axes, dim=1).reshape(-1, T)
+    return wire.all_gather(nll[:, None], layout.inside.row_axes, dim=1).reshape(-1, T)
 
 
 def logits_after(
@@ -103,13 +104,14 @@ def logits_after(
     batch = Batch(token_BT, none, none)
     staged = _staged(model, state, batch, layout.size(layout.stage))
     head = OutputHead(staged)
-    position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1]), token_BT.shape)
+    position_T = context.positions(token_BT.shape[1], layout)
+    position_BT = jnp.broadcast_to(position_T, (len(token_BT), position_T.size))
     is_last_BT = links.share_of_positions(position_BT, layout) == length - 1
 
     def last_logits(y_BtD: jax.Array, _: jax.Array) -> jax.Array:
         x_BTD, w_Dv = head.final(y_BtD)
         last_BD = jnp.sum(jnp.where(is_last_BT[..., None], x_BTD, 0), axis=1)
-        return logits(wire.all_reduce(last_BD, layout.stage, tag=None), w_Dv)
+        return logits(wire.all_reduce(last_BD, layout.stage + layout.context, tag=None), w_Dv)
 
     logits_PBv = forward_through_stages(staged, last_logits)
     logits_Bv = jax.lax.dynamic_index_in_dim(logits_PBv, staged.stage_index, keepdims=False)

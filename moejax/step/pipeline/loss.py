@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.comm import links
+from moejax.comm import context, links
 from moejax.comm.weights.adapters import Weight
 from moejax.model.ahead import next_tokens, targets_ahead
 from moejax.model.block import Share
@@ -76,7 +76,8 @@ class OutputHead:
     def targets(self, k: jax.Array, slice_index: jax.Array) -> jax.Array:
         """Returns the targets [B, T] of this stage's share of a slice of micro-batch k."""
         staged = self.staged
-        target_BT = staged.slice_of(staged.rows_of(staged.target_MBT, k), slice_index)
+        target_BS = context.own(staged.rows_of(staged.target_MBT, k), staged.layout)
+        target_BT = staged.slice_of(target_BS, slice_index)
         return links.share_of_positions(target_BT, staged.layout)
 
     def loss(

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm import links, wire
+from moejax.comm import context, links, wire
 from moejax.layout.layout import Layout
 from moejax.model.block import Slice
 from moejax.model.remat import remat_policy
@@ -187,12 +187,13 @@ class StagedModel:
         """Returns the router's noise for a stage's j-th micro-batch: the same on every mesh."""
         if not self.training or not self.model.cfg.moe.router.jitter:
             return None
-        inside = self.layout.inside.token_axes
+        inside = self.layout.inside.row_axes
         ranks = self.layout.size(inside)
         rank = stage * ranks + (wire.index(inside) if ranks > 1 else 0)
         rows = self.local_batch.token_BT.shape[1]
         key = noise_key(self.model, self.state)
-        return Noise(key, (rank * self.local_micro_batches + j) * rows)
+        position_T = context.positions(self.segment_MBT.shape[2], self.layout)
+        return Noise(key, (rank * self.local_micro_batches + j) * rows, position_T)
 
     def slice_of(self, array_BT: jax.Array, slice_index: jax.Array) -> jax.Array:
         """Returns the positions of a slice, [B, T / N, ...] of [B, T, ...]."""

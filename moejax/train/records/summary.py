@@ -68,9 +68,9 @@ def summarize(train_step: TrainStep) -> Summary:
 def _logit_bytes(train_step: TrainStep) -> int:
     """Returns bytes of the logits that exist at the same time."""
     layout, cfg = train_step.layout, train_step.cfg
-    rows = cfg.train.batch_sequences // layout.size(layout.inside.token_axes)
-    rows //= cfg.train.micro_batches
-    tokens = min(rows * cfg.data.sequence_length, train_step.model.chunk_tokens)
+    parts = layout.size(layout.inside.token_axes) * cfg.train.micro_batches
+    own = cfg.train.batch_sequences * cfg.data.sequence_length // parts
+    tokens = min(own, train_step.model.chunk_tokens)
     return tokens * cfg.model.vocab_size // layout.size(layout.tensor) * 4
 
 

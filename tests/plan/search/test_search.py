@@ -331,7 +331,7 @@ def test_every_traced_plan_that_does_not_fit_is_counted(monkeypatch):
     cfg, topology = model(), cluster()
     module = sys.modules[_Search.__module__]
     large = SimpleNamespace(peak=SimpleNamespace(bytes=2 * topology.device.memory_bytes))
-    monkeypatch.setattr(module, "trace_config", lambda *_: None)
+    monkeypatch.setattr(module, "trace_config", lambda *_, **__: None)
     monkeypatch.setattr(module, "price", lambda *_: large)
     how = read_expert_load("balanced", cfg.moe.num_experts)
     one = _Search(cfg, topology, limits_of(cfg, topology), how, Budget(9, 9.0), lambda _: None)

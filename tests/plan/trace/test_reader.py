@@ -17,7 +17,7 @@ from moejax.layout.mesh import build_abstract_mesh
 from moejax.plan.trace.reader import collectives, read
 from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collectives_of, walk
 from moejax.step.train_step import build_step
-from tests.cases import small_config, step_for
+from tests.cases import CERTAIN, small_config, step_for
 
 
 def schedule_of(cfg, rounds=0):
@@ -177,9 +177,48 @@ def test_loops_run_their_trips_times_the_iterations_of_one():
 def test_every_class_of_traffic_is_named():
     cfg = small_config((2, 1, 2, 2))
     named = {one.traffic for one in collectives_of(schedule_of(cfg))}
-    assert named >= set(TRAFFIC) - {"weights", "stage", "stage_gradient", "update"}
+    assert named >= set(TRAFFIC) - {"weights", "stage", "stage_gradient", "update", "context"}
     sharded = schedule_of(small_config((1, 4, 2, 1)))
     assert "weights" in {one.traffic for one in collectives_of(sharded)}
+
+
+LATENT = {"attention": "latent", "kv_latent": 16, "rope_width": 4}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "model", "forward", "backward"),
+    [
+        # Two sequences of 64 positions on 4 devices; of keys and values, or of latents.
+        ("gather", {}, 2 * 64, 2 * 64),
+        ("gather", LATENT, 2 * 64, 2 * 64),
+        # The last 2 of the 4 stripes of a device: of half of these up, of half down.
+        ("gather", {"sliding_window": 3}, 2 * 4 * 2, 2 * 4 * 2),
+        # A quarter of them, three hops; gradients four.
+        ("ring", {}, 3 * 2 * 16, (3 + 4) * 2 * 16),
+        ("ring", {"remat": "full"}, 2 * 3 * 2 * 16, (3 + 4) * 2 * 16),
+    ],
+)
+def test_keys_of_shared_sequences_are_counted_by_the_formula(exchange, model, forward, backward):
+    cfg = small_config((1, 1, 4, 1), model=model, train={"batch_sequences": 2})
+    of_grouped = 2 * cfg.model.num_kv_heads * cfg.model.head_width
+    channels = 16 + 4 if model is LATENT else of_grouped
+    forward, backward = (4 * channels * positions for positions in (forward, backward))
+    shared = {"context": 4, "context_stripe": 4, "context_exchange": exchange}
+    cfg = dataclasses.replace(
+        cfg,
+        mesh=dataclasses.replace(cfg.mesh, **shared),
+        data=dataclasses.replace(cfg.data, sequence_length=64),
+    )
+    sent = Counter()
+    for one in collectives_of(schedule_of(cfg)):
+        if one.traffic == "context":
+            # A ring is a chain and the way around; each device sends in one of both.
+            share = len(one.senders) / 4 if exchange == "ring" else 1
+            sent[one.kind] += one.bytes * one.calls * share
+    if exchange == "ring" or model.get("sliding_window"):
+        assert sent == {"ppermute": forward + backward}
+    else:
+        assert sent == {"all_gather": forward, "reduce_scatter": backward}
 
 
 @pytest.mark.slow
@@ -261,13 +300,28 @@ def test_codecs_are_counted_as_the_compiler_does(kind):
     cfg = small_config((2, 2, 2, 1), moe={"capacity_factor": 2.0}, model={"scan_layers": False})
     mesh = dataclasses.replace(cfg.mesh, nodes=8)
     compression = CompressionConfig(**{kind: CODECS[kind]})
-    train_step = step_for(dataclasses.replace(cfg, mesh=mesh, compression=compression))
+    assert_counted(step_for(dataclasses.replace(cfg, mesh=mesh, compression=compression)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_of_shared_sequences_are_counted_as_the_compiler_does(window):
+    """All of them across two nodes first, and then inside; or those before each stripe."""
+    model = {"sliding_window": window, "scan_layers": False}
+    cfg = small_config((1, 2, 2, 1), model=model, train={"batch_sequences": 2}, moe=CERTAIN)
+    mesh = dataclasses.replace(cfg.mesh, nodes=2, context=4, context_stripe=2)
+    assert_counted(step_for(dataclasses.replace(cfg, mesh=mesh)))
+
+
+def assert_counted(train_step):
+    """The program's collectives are as many, of each kind, as in the compiled one."""
     traced = train_step.step.trace(train_step.abstract, train_step.abstract_batch())
     counted = Counter()
     for one in collectives(traced.jaxpr):
         counted[one.kind] += one.calls
     text = traced.lower().compile().as_text()
-    names = r"\s(all-gather|reduce-scatter|all-to-all)\("
+    names = r"\s(all-gather|reduce-scatter|all-to-all|collective-permute)\("
     compiled = Counter(name.replace("-", "_") for name in re.findall(names, text))
-    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+    compiled["ppermute"] = compiled["collective_permute"]
+    for name in ("all_gather", "reduce_scatter", "all_to_all", "ppermute"):
         assert compiled[name] == counted[name], name

@@ -1,0 +1,163 @@
+"""Sequences that several devices share: positions, keys that travel, and attention to them."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import context
+from moejax.config.schema import MeshConfig
+from moejax.kernels.attention.attention import attention
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.layout.route import build_route
+from moejax.layout.spec import StepSpec
+from moejax.model.context import attend
+from tests.cases import few
+
+
+def shared_by(c, stripe, *, nodes=1, tensor=1):
+    """The layout of c devices that share a sequence: two axes of them if c is a multiple of 4."""
+    fsdp = 2 if c % 4 == 0 else 1
+    mesh = MeshConfig(1, fsdp, c // fsdp, tensor, nodes=nodes, context=c, context_stripe=stripe)
+    return build_layout(mesh)
+
+
+def on_devices(layout, function, *specs, out):
+    """Maps per-device code over the first devices."""
+    count = math.prod(size for _, size in layout.sizes)
+    mesh = build_mesh(layout, jax.devices()[:count])
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    )
+
+
+def dealt(length, c, stripe):
+    """Positions of each device, dealt one stripe at a time."""
+    hands = [[] for _ in range(c)]
+    for number, start in enumerate(range(0, length, stripe)):
+        turn, place = divmod(number, c)
+        hands[place if turn % 2 == 0 else c - 1 - place] += range(start, start + stripe)
+    return np.array(hands)
+
+
+@pytest.mark.parametrize(("c", "stripe", "nodes"), [(2, 3, 1), (4, 1, 2), (8, 2, 4), (8, 4, 2)])
+def test_stripes_are_dealt_back_and_forth_and_gathered_in_order(c, stripe, nodes):
+    layout, length = shared_by(c, stripe, nodes=nodes), 2 * c * stripe * 3
+    x_BSC = np.random.default_rng(0).standard_normal((2, length, 3)).astype(np.float32)
+
+    def body(x_BSC):
+        own_BTC = context.own(x_BSC, layout)
+        return context.positions(length, layout), own_BTC, context.gather(own_BTC, layout)
+
+    parts = P(layout.context), P(None, layout.context), P()
+    position, own, whole = on_devices(layout, body, P(), out=parts)(x_BSC)
+    wanted = dealt(length, c, stripe)
+    np.testing.assert_array_equal(np.reshape(position, (c, -1)), wanted)
+    np.testing.assert_array_equal(np.reshape(own, (2, c, -1, 3)), x_BSC[:, wanted])
+    np.testing.assert_array_equal(whole, x_BSC)
+    for device, hand in enumerate(wanted):
+        points = np.arange(length + 1)
+        below = context.keys_before(jnp.asarray(points), jnp.int32(device), layout)
+        np.testing.assert_array_equal(below, np.searchsorted(hand, points))
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 13])
+def test_each_query_finds_its_keys_where_they_are_said_to_be(window):
+    layout, length = shared_by(4, 4), 64
+    reach = context.reach_of(window, layout)
+    assert (reach.before is None) == (window > 5)
+
+    def body(x_BS):
+        position_T = context.positions(length, layout)
+        first_T = jnp.maximum(position_T - window + 1, 0)
+        x_BK = context.exchange(context.own(x_BS, layout), reach, layout, jnp.float32)
+        first_T, last_T = reach.places(first_T, position_T, length, layout)
+        sums = jnp.cumsum(jnp.pad(x_BK, ((0, 0), (1, 0))), axis=1)
+        return sums[:, last_T + 1] - sums[:, first_T]
+
+    position_S = np.arange(1, length + 1)
+    found = on_devices(layout, body, P(), out=P(None, layout.context))(position_S[None])
+    back = np.concatenate(dealt(length, 4, 4))
+    wanted = [position_S[max(0, p - window + 1) : p + 1].sum() for p in back]
+    np.testing.assert_array_equal(found[0], wanted)
+
+
+def bordered(length, stripe, offset):
+    """Documents that begin `offset` after every other border of stripes."""
+    position = np.arange(length)
+    return np.sum([position >= b + offset for b in range(stripe, length, 2 * stripe)], axis=0)
+
+
+@few(12)
+@given(
+    c=st.sampled_from([2, 4, 8]),
+    stripe=st.sampled_from([1, 4]),
+    window=st.sampled_from([None, (0, 1), (1, -1), (1, 0), (1, 1), (3, 0)]),  # stripes, and more
+    exchange=st.sampled_from(["gather", "ring"]),
+    documents=st.sampled_from([None, -1, 0, 1]),
+    sinks=st.sampled_from([None, -10.0, 10.0]),
+    groups=st.sampled_from([1, 2]),
+)
+def test_attention_to_shared_sequences_is_that_of_one_device(
+    c, stripe, window, exchange, documents, sinks, groups
+):
+    """Result and gradients; documents begin before, at and after borders of stripes."""
+    layout, length = shared_by(c, stripe, nodes=2), 2 * c * stripe * 2
+    if window is not None:
+        window = max(1, window[0] * stripe + window[1])
+    rng = np.random.default_rng(0)
+    shapes = (1, length, 4, 8), (1, length, groups, 8), (1, length, groups, 4), (1, length, 4, 4)
+    q, k, v, dy = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    sinks = None if sinks is None else np.full(4, sinks, np.float32)
+    begins = np.zeros(length, int) if documents is None else bordered(length, stripe, documents)
+    segment = jnp.asarray(begins[None], jnp.int32)
+    dy, form = jnp.asarray(dy), {"window": window, "scale": 0.3}
+
+    def alone(q, k, v, sinks):
+        y = attention(q, k, v, segment, implementation="reference", sinks_H=sinks, **form)
+        return jnp.sum(y * dy)
+
+    spec = StepSpec(layout, build_route("split", layout), context_exchange=exchange)
+
+    def shared(q, k, v, sinks):
+        own = partial(context.own, layout=layout)
+
+        def loss(q, k, v, sinks):
+            y = attend(*map(own, (q, k, v)), segment=segment, spec=spec, sinks_H=sinks, **form)
+            return jnp.sum(y * own(dy))
+
+        found = jax.value_and_grad(loss, (0, 1, 2, 3) if sinks is not None else (0, 1, 2))
+        return jax.tree.map(partial(jax.lax.psum, axis_name=layout.context), found(q, k, v, sinks))
+
+    wanted = jax.value_and_grad(alone, (0, 1, 2, 3) if sinks is not None else (0, 1, 2))
+    found = on_devices(layout, shared, P(), P(), P(), P(), out=P())(q, k, v, sinks)
+    found, wanted = map(jax.tree.leaves, (found, wanted(q, k, v, sinks)))
+    # Where a query sees little, gradients of scores are differences of terms as large as these.
+    largest = max(np.abs(x).max() for x in wanted[1:])
+    for have, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=2e-6 * largest)
+
+
+# Lengths of documents as they come in files of code and prose, in tokens.
+RECORDED = (310, 1_870, 4_096, 95, 12_400, 730, 2_210, 27_000, 5_150, 640, 8_800, 1_020)
+
+
+def test_stripes_give_devices_nearly_equal_work_where_halves_do_not():
+    length = 131_072
+    ends = np.minimum(np.cumsum(np.resize(RECORDED, 40)), length)
+    begins = np.concatenate([[0], ends[:-1]])
+    position = np.arange(length)
+    pairs = position - begins[np.searchsorted(ends, position, side="right")] + 1
+
+    def busiest(stripe):
+        work = pairs[dealt(length, 8, stripe)].sum(axis=1)
+        return work.max() / work.mean()
+
+    assert busiest(512) < 1.2 < busiest(length // 16), "two parts a device are zig-zag"

@@ -1,0 +1,85 @@
+"""When the planner lets devices share sequences."""
+
+import dataclasses
+
+import pytest
+
+from moejax.config.fields import change
+from moejax.plan.search import space
+from moejax.plan.search.estimate import Estimate
+from tests.plan.clusters import cluster, limits_of, to_plan
+from tests.plan.search.test_search import found_for
+
+MESH = dict.fromkeys(space.MESH, 1)
+
+
+def long(rows, length, **changes):
+    cfg = to_plan(rows, moe={"capacity_factor": 1.25}, **changes)
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=length))
+
+
+def ways(cfg, **mesh):
+    found = space.sharing(cfg, limits_of(cfg, cluster()), MESH | mesh)
+    return [(way["mesh.context"], way.get("mesh.context_stripe")) for way in found]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "fsdp", "expert", "wanted"),
+    [
+        (8, 1_024, 2, 4, [(1, None)]),  # enough rows, short
+        (2, 1_024, 2, 4, [(4, 128)]),  # the devices of a node
+        (1, 1_024, 2, 4, [(8, 64)]),
+        (2, 32_768, 8, 1, [(4, 512), (8, 512)]),  # an axis is cut where a node ends
+        (8, 32_768, 2, 4, [(1, None), (4, 512), (8, 512)]),
+        (3, 1_024, 2, 4, [(8, 64)]),  # three rows, all of each device's
+        (1, 1_000, 8, 1, []),  # pairs of stripes do not divide
+    ],
+)
+def test_as_few_devices_share_as_need_be(rows, length, fsdp, expert, wanted):
+    cfg = long(rows, length)
+    found = ways(cfg, **{"mesh.fsdp": fsdp, "mesh.expert": expert})
+    assert found == wanted
+
+
+def test_a_stripe_has_eight_windows_where_it_can():
+    cfg = long(1, 32_768, model={"sliding_window": 128})
+    assert ways(cfg, **{"mesh.fsdp": 8}) == [(8, 1_024)]
+
+
+def test_what_is_pinned_stays():
+    cfg = change(long(1, 1_024), {"mesh.context": 8, "mesh.context_stripe": 32})
+    assert ways(cfg, **{"mesh.fsdp": 8}) == [(8, None)]
+    meshes = list(space.meshes(cfg, limits_of(cfg, cluster())))
+    assert {(one.mesh.context, one.mesh.context_stripe) for one in meshes} == {(8, 32)}
+
+
+def test_every_rule_of_thumb_shares_where_sequences_are_few():
+    cfg = long(2, 1_024)
+    found = space.rules(cfg, limits_of(cfg, cluster()))
+    assert {name: one.mesh.context for name, one in found.items()} == {
+        "FSDP": 4, "HSDP": 4, "EP+FSDP": 4, "EP+DP": 4, "EP": 4, "TP+FSDP": 1,
+    }  # fmt: skip
+
+
+def test_an_estimate_counts_what_shared_sequences_move():
+    cfg = change(long(1, 8_192), {"mesh.fsdp": 8, "mesh.context": 8})
+    one, topology = space.resolve(cfg, limits_of(cfg, cluster())), cluster(slow=1e5)
+    assert one is not None
+    fast, slow = (Estimate(one, t).seconds() for t in (cluster(), topology))
+    heads = one.model.num_kv_heads * 2 * one.model.head_width
+    # Across two nodes a device receives a quarter of half the keys, twice, and returns gradients.
+    moved = 3 * 8_192 / 2 / 4 * heads * 4 * (1 / 1e5 - 1 / 1e7)
+    weights = Estimate(one, topology)._weights() - Estimate(one, cluster())._weights()
+    tables = Estimate(one, topology)._tables() - Estimate(one, cluster())._tables()
+    assert slow - fast == pytest.approx(moved + weights + tables, rel=0.05)
+
+
+def test_hosts_share_a_sequence_rather_than_cut_matrices():
+    cfg = long(1, 2_048, model={"num_kv_heads": 8, "num_heads": 8})
+    names = ("mesh.fsdp", "mesh.tensor", "mesh.context", "mesh.context_stripe")
+    found = found_for(cfg, cluster(inside=2, slow=1e6), *names)
+    assert found.ranked[0].cfg.mesh.context > 1
+    alone = {
+        plan.cfg.mesh.tensor: plan.seconds for plan in found.ranked if plan.cfg.mesh.context == 1
+    }
+    assert alone[4] > 1.5 * found.ranked[0].seconds

@@ -1,0 +1,131 @@
+"""Steps, evaluation and sampling of sequences that devices share, beside those of one device."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.cases import (
+    CERTAIN,
+    one_device_state,
+    place,
+    random_batch,
+    small_config,
+    spread,
+    step_for,
+)
+from tests.step.against_oracle import MESH_OF_ONE, check_against_oracle
+from tests.step.test_stages import assert_same_gradients, config
+from tests.step.test_step_together import join_kinds
+
+
+def shared(mesh, context, stripe, *, exchange="gather", nodes=1, kinds=(), **more):
+    """The small model whose sequences are shared; `more`: rows, length, and of `small_config`."""
+    changes, rows, length = join_kinds(kinds), more.pop("rows", 8), more.pop("length", 16)
+    changes["moe"] = CERTAIN | {"implementation": "reference"} | changes["moe"]
+    changes["train"] = {"batch_sequences": rows} | changes["train"]
+    for part in ("moe", "train", "model", "router"):
+        changes[part] = changes[part] | more.pop(part, {})
+    cfg = small_config(mesh, **changes, **more)
+    own = {"context": context, "context_stripe": stripe, "context_exchange": exchange}
+    return dataclasses.replace(
+        cfg,
+        mesh=dataclasses.replace(cfg.mesh, nodes=nodes, **own),
+        data=dataclasses.replace(cfg.data, sequence_length=length),
+    )
+
+
+CASES = [
+    shared((1, 2, 4, 1), 8, 1, nodes=2, rows=1, kinds=(8,), exchange="ring"),
+    shared((1, 2, 2, 2), 4, 2, nodes=4, rows=2, kinds=(5, 13), exchange="ring"),
+    shared((1, 1, 2, 1), 2, 4),
+    shared((1, 1, 4, 1), 4, 2, rows=1),
+    shared((1, 2, 4, 1), 8, 1, nodes=2, rows=1),
+    shared((1, 2, 2, 2), 4, 2, nodes=2, rows=2, kinds=(9,)),
+    shared((1, 2, 2, 2), 4, 2, nodes=2, rows=2, kinds=(8, 6)),
+    shared((1, 2, 2, 2), 2, 4, nodes=4, rows=2, kinds=(10, 13)),
+    shared((1, 1, 4, 2), 4, 4, nodes=4, rows=2, length=64, kinds=(8, 12), activations="replicated"),
+    shared((1, 1, 4, 2), 4, 4, nodes=2, rows=2, length=64, kinds=(10, 7), activations="replicated"),
+]
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        pytest.param(cfg, marks=[] if n == 0 else [pytest.mark.slow], id=str(n))
+        for n, cfg in enumerate(CASES)
+    ],
+)
+def test_shared_sequences_give_the_oracles_loss_and_gradients(cfg):
+    check_against_oracle(cfg, path="certain")
+
+
+STAGED = {"context": 2, "context_stripe": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "stages", "axis", "changes"),
+    [
+        ((1, 2, 1, 2), 2, STAGED, {"router": {"balance_over": "sequence"}}),
+        ((2, 1, 2, 1), 2, STAGED | {"context_exchange": "ring"}, {"model": {"sliding_window": 7}}),
+        ((1, 2, 1, 1), 4, STAGED | {"stage_keeps": "input"}, {"router": {"jitter": 0.3}}),
+    ],
+)
+def test_stages_share_sequences_too(mesh, stages, axis, changes):
+    assert_same_gradients(config(mesh, stages, 2 * stages, axis=axis, rows=2, **changes))
+
+
+def alone(cfg):
+    """The config on one device."""
+    mesh = dataclasses.replace(MESH_OF_ONE, context_stripe=cfg.mesh.context_stripe)
+    return dataclasses.replace(cfg, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "targets", ["of one rank", "none", pytest.param("all", marks=pytest.mark.slow)]
+)
+def test_loss_norm_and_metrics_do_not_depend_on_which_device_has_the_targets(targets):
+    cfg = shared((1, 2, 2, 1), 4, 2, rows=2, router={"jitter": 0.3}, kinds=(13,))
+    batch = random_batch(cfg)
+    if targets != "all":
+        target_BT = np.full_like(batch.target_BT, -1)
+        if targets == "of one rank":
+            target_BT[:, [2, 3, 12, 13]] = batch.target_BT[:, [2, 3, 12, 13]]
+        batch = batch._replace(target_BT=target_BT)
+    found = []
+    for one in (cfg, alone(cfg)):
+        step = step_for(one)
+        found.append(step.step(spread(one_device_state(alone(cfg)), step), place(step, batch))[1])
+    assert bool(found[0].has_targets[0]) == (targets != "none")
+    for name, have in found[0]._asdict().items():
+        want = getattr(found[1], name)
+        np.testing.assert_allclose(have, want, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_nats_by_target_and_the_next_logits_are_those_of_one_device(stages):
+    cfg = shared((1, 1, 4, 1), 4, 2, rows=4, model={"num_layers": 2}, train={"micro_batches": 2})
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, stage=stages))
+    batch, found = random_batch(cfg), []
+    for one in (cfg, alone(cfg)):
+        step = step_for(one)
+        state = spread(one_device_state(alone(cfg)), step)
+        nll_BT = step.target_nll(state, place(step, batch))
+        rows = step.abstract_prompt()[0].shape[0]
+        prompt = jax.device_put(batch.token_BT[:1].repeat(rows, axis=0), step.batch_sharding)
+        logits = [step.next_logits(state, (prompt, length))[0] for length in (1, 7, 16)]
+        found.append((nll_BT, step.evaluate(state, place(step, batch)), *logits))
+    for have, want in zip(*found, strict=True):
+        np.testing.assert_allclose(have, want, rtol=2e-5, atol=2e-6)
+
+
+def test_state_and_batches_lie_as_without_shared_sequences():
+    """So that a run goes on with another number of devices that share, from the same bits."""
+    cfg = shared((1, 2, 4, 1), 4, 2, rows=2)
+    plain = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=1))
+    assert step_for(cfg).abstract == step_for(plain).abstract
+    rows = step_for(cfg).batch_sharding.shard_shape((2, 16))
+    assert rows == (1, 16), "rows over the two groups that share"
