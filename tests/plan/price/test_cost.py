@@ -248,7 +248,7 @@ def test_what_stages_send_waits_for_what_the_same_stages_send(stages, senders, b
 
 
 def test_a_ring_leaves_a_node_at_one_of_its_devices_beside_the_way_around():
-    """Four devices of each of two nodes, 1e7 B/s a device of the network's link, 4e7 of the node's."""
+    """Four devices of each of two nodes; a node's link has 4 x 1e7 bytes a second."""
     mesh = MeshConfig(fsdp=2, expert=4, nodes=2, context=8)
     own = Costs(cluster(), build_layout(mesh), BucketFill())
 
