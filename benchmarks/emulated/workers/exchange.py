@@ -276,9 +276,9 @@ def link_bytes(call: Collective, layout: Layout) -> float:
     devices = jax.local_device_count()
     if call.kind == "all_to_all":
         return call.calls * call.bytes * (1 - 1 / nodes) * devices
-    if call.kind == "ppermute":
-        return call.calls * call.bytes * devices
     rings = devices / (n / nodes)
+    if call.kind == "ppermute":  # a chain leaves a host at one of its devices
+        return call.calls * call.bytes * rings
     turns = {"all_reduce": 2, "all_max": 2}.get(call.kind, 1)
     return call.calls * call.bytes * turns * (n - 1) / n * rings
 

@@ -109,14 +109,22 @@ class Costs:
             return []
         seconds = self.topology.seconds(collective.kind, collective.bytes, *group)
         shares = self.topology.shares(collective.kind, collective.bytes, *group)
-        times = zip(self.topology.tiers, seconds, shares, strict=True)
+        times = list(zip(self.topology.tiers, seconds, shares, strict=True))
+        if collective.kind == "ppermute" and group[0] > 1:
+            # A chain leaves a node at one of its devices; those of a CPU share the node's link.
+            alone = 1 / group[0] if self.device.platform == "cpu" else 1.0
+            times[1:] = [(tier, cost * alone, size / group[0]) for tier, cost, size in times[1:]]
         return [(tier, cost, size) for tier, cost, size in times if cost > 0]
 
     def streams(self, collective: Collective, tier: Tier) -> list[tuple[str, float]]:
         """Returns the streams that a collective occupies on a tier, each with a share of its time.
 
         One stream stands for all stages in the middle; its share is the part of them that send.
+        Along a ring the way around has a stream of its own: its sender is none of the chain's.
         """
+        ring, last = self.layout.context, self.layout.size(self.layout.context) - 1
+        if ring and collective.axes == ring and collective.senders == (last,):
+            return [(f"{tier.name}, way around", 1.0)]
         if tier is not self.between_stages:
             return [(tier.name, 1.0)]
         last, senders = self.stages - 1, set(range(self.stages))

@@ -247,6 +247,21 @@ def test_what_stages_send_waits_for_what_the_same_stages_send(stages, senders, b
     assert both.totals.bytes_sent["network", "stage"] == 2e6
 
 
+def test_a_ring_leaves_a_node_at_one_of_its_devices_beside_the_way_around():
+    """Four devices of each of two nodes; a node's link has 4 x 1e7 bytes a second."""
+    mesh = MeshConfig(fsdp=2, expert=4, nodes=2, context=8)
+    own = Costs(cluster(), build_layout(mesh), BucketFill())
+
+    def hop(*senders):
+        about = ("fsdp", "expert"), "float32", 4 * 10**7, 1, "context", senders
+        return Op("collective", collective=Collective("ppermute", *about))
+
+    chain, around = hop(*range(7)), hop(7)
+    both = run(own, chain, around)
+    assert both.seconds == pytest.approx(run(own, chain).seconds) == pytest.approx(1.0, rel=0.01)
+    assert both.totals.bytes_sent["network", "context"] == 2e7
+
+
 def test_on_links_between_stages_other_collectives_wait_for_transfers_of_all():
     own = of_stages(2, nodes=2)
     every = all_to_all(10**6, ("stage",))
