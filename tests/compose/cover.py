@@ -37,9 +37,7 @@ def all_pairs() -> set[Pair]:
 
 
 def pairs_of(combination: Combination) -> set[Pair]:
-    """The pairs that a combination covers; of factors that it does not know it has the first."""
-    known = {factor for factor, _ in combination}
-    combination += tuple(first for first in plain() if first[0] not in known)
+    """The pairs that a combination covers."""
     pairs = {frozenset(pair) for pair in combinations(combination, 2)}
     if not is_rounded(combination):
         return pairs
