@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.machine import RESULTS, ROOT, stamp
 
-STEPS = 60
+STEPS = 30
 MODEL = (
     "model.vocab_size=264",
     "model.width=64",
@@ -35,7 +35,7 @@ MODEL = (
     "train.sample_tokens=0",
     "train.compare_every=none",
     "optimizer.learning_rate=1e-2",
-    "optimizer.warmup_steps=6",
+    "optimizer.warmup_steps=3",
     "plan.mode=hand",
 )
 SHARED = ("mesh.simulated_devices=4", "mesh.fsdp=4", "mesh.context=4")
@@ -48,11 +48,13 @@ RUNS = {
 
 def losses(folder: Path, settings: tuple[str, ...]) -> list[float]:
     """Trains once; returns the loss of each step in nats."""
-    words = [f"--config.{word}" for word in (*MODEL, *settings, f"run_dir={folder}")]
+    config = folder / "config.json"
+    config.write_text(json.dumps({"run_dir": str(folder / "run")}))
+    words = [f"--config.{word}" for word in (*MODEL, *settings)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "moejax", "train", *words]
+    command = [sys.executable, "-m", "moejax", "train", "--config", str(config), *words]
     subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rows = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return [row["loss"] for row in rows if "loss" in row]
 
 
@@ -79,7 +81,7 @@ def main() -> None:
     found = {}
     for name, settings in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = losses(Path(folder) / "run", settings)
+            found[name] = losses(Path(folder), settings)
         print(f"{name}: {found[name][-1]:.5f} nats a byte", flush=True)
     result = {"losses": found, **stamp()}
     (args.out / "context_loss.json").write_text(json.dumps(result, indent=1) + "\n")
