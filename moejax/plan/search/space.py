@@ -125,7 +125,9 @@ def sharing(cfg: Config, limits: Limits, mesh: dict[str, Any]) -> list[dict[str,
     enough = [c for c in counts if cfg.train.batch_sequences * c % ranks == 0]
     if cfg.data.sequence_length < LONG or mesh["mesh.stage"] > 1 or cfg.mesh.stage_slices > 1:
         enough = enough[:1]
-    ways = [_stripes(cfg, limits, count) for count in _values(cfg, limits, CONTEXT, tuple(enough[:3]))]
+    ways = [
+        _stripes(cfg, limits, count) for count in _values(cfg, limits, CONTEXT, tuple(enough[:3]))
+    ]
     return [way for way in ways if way is not None]
 
 
