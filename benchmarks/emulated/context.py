@@ -14,19 +14,14 @@ Goes on where it was stopped.
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
 
-from benchmarks.emulated.exchange import Case, Variants, run
-from benchmarks.emulated.planner import probe
 from benchmarks.emulated.setups import Setup
-from benchmarks.emulated.weights import predicted
-from benchmarks.machine import RESULTS, stamp
-from moejax.plan.cluster.file import from_json
+from benchmarks.emulated.weights import measure, section
+from benchmarks.machine import RESULTS
 
 HOSTS, DEVICES = 2, 2
 RATES = (20, 200)  # Mbit/s
@@ -57,52 +52,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BAR = 0.15  # of the measured seconds, by price
 
 
-def measure(rate: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Probes a cluster and runs all variants in turns."""
-    setup = Setup("", HOSTS, DEVICES, rate)
-    facts, _ = probe(setup, folder / "topology.json", quick=False)
-    topology = from_json(facts, setup.cluster)
-    steps: Variants = {name: ("step", settings) for name, settings in VARIANTS.items()}
-    config = MODEL | {"mesh.nodes": HOSTS, "plan.mode": "hand"}
-    shape = (MODEL["train.batch_sequences"], MODEL["data.sequence_length"])
-    found = run(Case("context", HOSTS, DEVICES, rate, config, shape, steps, rounds), folder)
-    rows = {
-        name: {
-            "predicted": predicted(settings, topology, MODEL),
-            **{key: found[name][key] for key in ("seconds", "sent", "counted")},
-        }
-        for name, settings in VARIANTS.items()
-    }
-    return {"topology": facts, "rows": rows, **stamp()}
-
-
 def page(record: dict[str, Any]) -> str:
     """The results as Markdown."""
     lines = ["# Long sequences across hosts", "", *(__doc__ or "").strip().splitlines(), ""]
     for name, one in record["results"].items():
-        machine, rows = one["machine"], one["rows"]
-        tensor = median(rows[TENSOR]["seconds"])
-        errors = [row["predicted"] / median(row["seconds"]) - 1 for row in rows.values()]
-        lines += [
-            f"## {name}",
-            "",
-            f"{machine['cpu']}, {machine['cpus_used']} cores, JAX {one['jax']}, {one['date']}. "
-            f"Prices are off by {min(errors):+.0%} to {max(errors):+.0%}, "
-            f"{sum(abs(error) <= BAR for error in errors)} of {len(errors)} by {BAR:.0%} at most.",
-            "",
-            f"| devices | x {TENSOR} | seconds (range) | predicted | MB a host | sent / counted |",
-            "|---|---:|---|---:|---:|---:|",
-        ]
-        for variant, row in rows.items():
-            took, sent = row["seconds"], median(row["sent"])
-            lines.append(
-                f"| {variant} | {tensor / median(took):.2f} | {median(took):.2f} "
-                f"({min(took):.2f} to {max(took):.2f}) | {row['predicted']:.2f} | "
-                f"{sent / 1e6:.1f} | {sent / row['counted']:.3f} |"
-            )
-        lines.append("")
-        if (before := one.get("mended")) is not None:
-            lines += [f"{before}", ""]
+        lines += section(name, one, f"devices | x {TENSOR}", BAR)
+        lines += [one["mended"], ""] if "mended" in one else []
     return "\n".join(lines)
 
 
@@ -120,9 +75,8 @@ def main() -> None:
         if name in record["results"]:
             continue
         print(f"== {name}", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            found = measure(rate, args.rounds, Path(folder))
-        record["results"][name] = found
+        setup = Setup("", HOSTS, DEVICES, rate)
+        record["results"][name] = measure("context", setup, MODEL, VARIANTS, args.rounds)
         path.write_text(json.dumps(record, indent=1) + "\n")
         path.with_suffix(".md").write_text(page(record))
     path.with_suffix(".md").write_text(page(record))

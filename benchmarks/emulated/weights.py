@@ -82,19 +82,26 @@ def predicted(settings: dict[str, Any], topology: Topology, model: dict[str, Any
     return price(trace_config(cfg, "cpu", load), topology, load).seconds
 
 
-def measure(hosts: int, devices: int, rate: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Probes a cluster and runs all variants in turns."""
-    setup = Setup("", hosts, devices, rate)
-    facts, _ = probe(setup, folder / "topology.json", quick=False)
+def measure(
+    about: str, setup: Setup, model: dict[str, Any], wanted: dict[str, dict[str, Any]], rounds: int
+) -> dict[str, Any]:
+    """Probes a cluster and runs all variants of a model in turns.
+
+    Args:
+      wanted: name -> settings.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        facts, _ = probe(setup, folder / "topology.json", quick=False)
+        steps: Variants = {name: ("step", settings) for name, settings in wanted.items()}
+        config = model | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
+        shape = (model["train.batch_sequences"], model["data.sequence_length"])
+        where = setup.hosts, setup.devices, setup.rate
+        found = run(Case(about, *where, config, shape, steps, rounds), folder)
     topology = from_json(facts, setup.cluster)
-    wanted = variants(hosts, devices)
-    steps: Variants = {name: ("step", settings) for name, settings in wanted.items()}
-    config = MODEL | {"mesh.nodes": hosts, "plan.mode": "hand"}
-    shape = (MODEL["train.batch_sequences"], MODEL["data.sequence_length"])
-    found = run(Case("weights", hosts, devices, rate, config, shape, steps, rounds), folder)
     rows = {
         name: {
-            "predicted": predicted(settings, topology),
+            "predicted": predicted(settings, topology, model),
             **{key: found[name][key] for key in ("seconds", "sent", "counted")},
         }
         for name, settings in wanted.items()
@@ -102,31 +109,41 @@ def measure(hosts: int, devices: int, rate: int, rounds: int, folder: Path) -> d
     return {"topology": facts, "rows": rows, **stamp()}
 
 
+def section(name: str, one: dict[str, Any], what: str, bar: float) -> list[str]:
+    """The results of a cluster: seconds beside those of the first variant, prices, bytes.
+
+    Args:
+      what: the head of the column of variants, and the name of the first.
+      bar: share by which a price may be off.
+    """
+    machine, rows = one["machine"], one["rows"]
+    first = median(next(iter(rows.values()))["seconds"])
+    errors = [row["predicted"] / median(row["seconds"]) - 1 for row in rows.values()]
+    lines = [
+        f"## {name}",
+        "",
+        f"{machine['cpu']}, {machine['cpus_used']} cores, JAX {one['jax']}, {one['date']}. "
+        f"Prices are off by {min(errors):+.0%} to {max(errors):+.0%}, "
+        f"{sum(abs(error) <= bar for error in errors)} of {len(errors)} by {bar:.0%} at most.",
+        "",
+        f"| {what} | seconds (range) | predicted | MB sent a host | sent / counted |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for variant, row in rows.items():
+        took, sent = row["seconds"], median(row["sent"])
+        lines.append(
+            f"| {variant} | {first / median(took):.2f} | {median(took):.2f} "
+            f"({min(took):.2f} to {max(took):.2f}) | {row['predicted']:.2f} | "
+            f"{sent / 1e6:.1f} | {sent / row['counted']:.3f} |"
+        )
+    return [*lines, ""]
+
+
 def page(record: dict[str, Any]) -> str:
     """The results as Markdown."""
     lines = ["# Weights across hosts", "", *(__doc__ or "").strip().splitlines(), ""]
     for name, one in record["results"].items():
-        machine, rows = one["machine"], one["rows"]
-        flat = median(rows[FLAT]["seconds"])
-        errors = [row["predicted"] / median(row["seconds"]) - 1 for row in rows.values()]
-        lines += [
-            f"## {name}",
-            "",
-            f"{machine['cpu']}, {machine['cpus_used']} cores, JAX {one['jax']}, {one['date']}. "
-            f"Prices are off by {min(errors):+.0%} to {max(errors):+.0%}, "
-            f"{sum(abs(error) <= BAR for error in errors)} of {len(errors)} by {BAR:.0%} at most.",
-            "",
-            "| weights | x flat | seconds (range) | predicted | MB sent a host | sent / counted |",
-            "|---|---:|---|---:|---:|---:|",
-        ]
-        for variant, row in rows.items():
-            took, sent = row["seconds"], median(row["sent"])
-            lines.append(
-                f"| {variant} | {flat / median(took):.2f} | {median(took):.2f} "
-                f"({min(took):.2f} to {max(took):.2f}) | {row['predicted']:.2f} | "
-                f"{sent / 1e6:.1f} | {sent / row['counted']:.3f} |"
-            )
-        lines.append("")
+        lines += section(name, one, "weights | x flat", BAR)
     return "\n".join(lines)
 
 
@@ -144,8 +161,8 @@ def main() -> None:
         if name in record["results"]:
             continue
         print(f"== {name}", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            found = measure(hosts, devices, rate, args.rounds, Path(folder))
+        setup = Setup("", hosts, devices, rate)
+        found = measure("weights", setup, MODEL, variants(hosts, devices), args.rounds)
         record["results"][name] = found
         path.write_text(json.dumps(record, indent=1) + "\n")
         path.with_suffix(".md").write_text(page(record))
