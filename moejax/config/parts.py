@@ -1,10 +1,9 @@
 """How the axes of a mesh lie over nodes."""
 
 import math
-from collections.abc import Mapping
 
 
-def node_parts(sizes: Mapping[str, int], nodes: int) -> dict[str, tuple[int, int]]:
+def node_parts(sizes: dict[str, int], nodes: int) -> dict[str, tuple[int, int]]:
     """Returns each axis's devices (across nodes, inside a node), fastest axis first.
 
     Devices fill nodes in mesh order, so an axis may lie inside a node, cross nodes, or do both.

@@ -104,9 +104,10 @@ class Attention(nnx.Module):
         """
         q_1BHC, k_1BGC, v_1BGC = self._project(x_1tD, angles)
         layout = self.spec.layout
-        cache = context.put_own(cache, (k_1BGC[0], v_1BGC[0]), position_B, layout)
-        y_BHC = context.attend_cached(q_1BHC[0], *cache, position_B, layout, **self._form())
-        return self._leave(y_BHC[None]), cache
+        k_BSGC, v_BSGC = context.put_own(cache, (k_1BGC[0], v_1BGC[0]), position_B, layout)
+        where = position_B, layout
+        y_BHC = context.attend_cached(q_1BHC[0], k_BSGC, v_BSGC, *where, **self._form())
+        return self._leave(y_BHC[None]), (k_BSGC, v_BSGC)
 
     def _project(self, x_BtD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of this rank's heads at all positions, rotated."""

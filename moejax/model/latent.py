@@ -162,8 +162,8 @@ class LatentAttention(nnx.Module):
         spec, layout = self.spec, self.spec.layout
         q_BTHC = self._queries(enter_tensor(self._query_source(x_BtD), layout), angles)
         latent_BtZ, rotated_BtR = self._key_value_source(split_positions(x_BtD, layout))
-        own_angles = tuple(own_positions(a[None], layout)[0] for a in angles)
-        key_BtR = rotate(rotated_BtR[:, :, None], own_angles)[:, :, 0]
+        cos, sin = (own_positions(a[None], layout)[0] for a in angles)
+        key_BtR = rotate(rotated_BtR[:, :, None], (cos, sin))[:, :, 0]
         sources = jnp.concatenate([latent_BtZ, key_BtR], axis=-1)
         seen_BSZ = context.see(sources, reach_of(self.window, layout), spec, over_tensor=True)
         latent_BSZ, key_BSR = split_last(seen_BSZ, self.cfg.rotated_channels)

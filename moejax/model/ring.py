@@ -120,7 +120,8 @@ def _backward(ring: Ring, saved, dy_BTHV):
     last = _devices(ring) - 1
     carry = _pass_on(ring, kv_BTGX), *gradients(kv_BTGX, 0)
     carry, _ = lax.scan(add_and_pass, carry, jnp.arange(1, last))
-    dkv_BTGX, dq_BTHC = add(*carry, last)
+    kv_BTGX, dkv_BTGX, dq_BTHC = carry
+    dkv_BTGX, dq_BTHC = add(kv_BTGX, dkv_BTGX, dq_BTHC, last)
     dkv_BTGX = _pass_on(ring, dkv_BTGX).astype(kv_BTGX.dtype)  # home again
     dsinks_H = sink_gradient(sinks_H, y_BTHV, log_BTH, dy_BTHV)
     return dq_BTHC.astype(q_BTHC.dtype), dkv_BTGX, None, dsinks_H
