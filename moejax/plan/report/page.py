@@ -18,7 +18,7 @@ from moejax.plan.price import terms
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import SimulatedStep
 from moejax.plan.price.routing import ExpertLoad
-from moejax.plan.price.sensitivity import Steps, sensitivity
+from moejax.plan.price.sensitivity import ChangedSteps, sensitivity
 from moejax.plan.report import tables
 from moejax.plan.search.search import SearchResult
 from moejax.plan.search.space import RULES
@@ -46,7 +46,7 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
     shown = tables.named_rows(ranked, result)
     rule = result.rules.get(result.best_rule or "")
     asked = [plan for _, plan in shown[1:] if plan in result.ranked[:ASKED] or plan is rule]
-    steps = {id(plan): Steps(plan, topology, load) for plan in (best, *asked)}
+    steps = {id(plan): ChangedSteps(plan, topology, load) for plan in (best, *asked)}
     changes = {id(plan): sensitivity(steps[id(best)], steps[id(plan)]) for plan in asked}
     drawn = [(name, plan) for name, plan in shown if plan in result.ranked[:2] or plan is rule]
     return {
@@ -122,7 +122,7 @@ def _traffic(plan: PricedPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(plan: PricedPlan, steps: Steps) -> dict[str, Any]:
+def _memory(plan: PricedPlan, steps: ChangedSteps) -> dict[str, Any]:
     """Returns the step's arguments by kind, and its temporaries at the peak by scope.
 
     Arrays stacked by loops have own names.
