@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moejax.aot.compiled import CompiledText, Exchange
+from moejax.aot.compiled import CompiledCollective, CompiledText
 from moejax.aot.step import CompiledStep
 from moejax.aot.work import measure_work
 
@@ -78,7 +78,7 @@ def read_step(
     )
 
 
-def _balanced(exchange: Exchange, row_bytes: int) -> Exchange:
+def _balanced(exchange: CompiledCollective, row_bytes: int) -> CompiledCollective:
     """A ragged exchange sends rows, not the buffer that it writes into."""
     if exchange.kind != "ragged_all_to_all":
         return exchange

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moejax.aot.compiled import Exchange
+from moejax.aot.compiled import CompiledCollective
 from moejax.aot.step import (
     CONTROLS,
     CompiledStep,
@@ -125,7 +125,7 @@ def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:
     console.print(table)
 
 
-def traffic_of(exchange: Exchange, layout: Layout) -> str | None:
+def traffic_of(exchange: CompiledCollective, layout: Layout) -> str | None:
     """Returns a collective's traffic class, or None if no codec applies.
 
     The compiled program does not name what it sends: both directions of tokens count as one class
@@ -142,16 +142,18 @@ def traffic_of(exchange: Exchange, layout: Layout) -> str | None:
     return None
 
 
-def hidden_shares(exchanges: Iterable[Exchange], layout: Layout) -> dict[str, float]:
+def hidden_shares(exchanges: Iterable[CompiledCollective], layout: Layout) -> dict[str, float]:
     """Returns the share of each class's bytes across nodes that overlap a matrix product."""
-    by_class: dict[str, list[Exchange]] = {}
+    by_class: dict[str, list[CompiledCollective]] = {}
     for exchange in exchanges:
         if (kind := traffic_of(exchange, layout)) is not None:
             by_class.setdefault(kind, []).append(exchange)
     return {kind: overlapped_share(found) for kind, found in by_class.items()}
 
 
-def compress_exposed(exchanges: Iterable[Exchange], layout: Layout, preset: str) -> dict[str, str]:
+def compress_exposed(
+    exchanges: Iterable[CompiledCollective], layout: Layout, preset: str
+) -> dict[str, str]:
     """Returns the settings of `compression` that leave hidden classes as they are.
 
     Args:

@@ -42,7 +42,7 @@ PRODUCT_TARGETS = re.compile(
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CompiledCollective:
     """One array in a collective of the compiled program. Several may share one launch.
 
     Attributes:
@@ -121,7 +121,7 @@ class CompiledText:
                 waiting += [(called, inner) for called in line.called]
         return total
 
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[CompiledCollective]:
         """Every array that a collective moves."""
         return [
             exchange
@@ -244,7 +244,7 @@ class CompiledText:
         lines = itertools.chain.from_iterable(self.computations.values())
         return {line.name: line for line in lines if line.op.endswith(("-start", "-update"))}
 
-    def _exchanges(self, name: str, index: int) -> Iterator[Exchange]:
+    def _exchanges(self, name: str, index: int) -> Iterator[CompiledCollective]:
         """Yields an exchange for each array that an instruction of a computation moves."""
         lines = self._schedules[name]
         line, between = lines[index], lines[index + 1 : self._ends[name][index]]
@@ -254,7 +254,7 @@ class CompiledText:
         beside = self._beside(name, index) + self._outside.get(name, ())
         group = math.prod(self.axes.get(axis, 1) for axis in axes)
         for dtype, size in arrays_of(issued, kind, group):
-            yield Exchange(
+            yield CompiledCollective(
                 kind=KINDS[kind],
                 axes=axes,
                 dtype=DTYPES.get(dtype, dtype),

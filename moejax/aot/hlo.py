@@ -224,7 +224,7 @@ def origin_of(line: Instruction, starts: Mapping[str, Instruction]) -> str:
 
 
 def arrays_of(line: Instruction, kind: str, group: int) -> list[tuple[str, int]]:
-    """Dtype and bytes of each array that a collective moves, as `Exchange` counts them.
+    """Dtype and bytes of each array that a collective moves, as `CompiledCollective` counts them.
 
     Args:
       group: number of devices in a group.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moejax.aot.compiled import CompiledText, Exchange, ScheduleText
+from moejax.aot.compiled import CompiledCollective, CompiledText, ScheduleText
 from moejax.aot.target import NODE, Target, describe_devices
 from moejax.aot.work import Work, measure_work
 from moejax.config.checks import check, resolve_mesh
@@ -47,7 +47,7 @@ class CompiledStep:
     argument_bytes: int  # state and batch
     temporary_bytes: int
     peak_bytes: int
-    exchanges: list[Exchange]
+    exchanges: list[CompiledCollective]
     schedules: list[ScheduleText]
     work: Work
     model_flops: float
@@ -58,7 +58,7 @@ class CompiledStep:
         """The largest peak of all compiled programs."""
         return max(self.peak_bytes, *self.other_peaks.values(), 0)
 
-    def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
+    def token_exchanges(self, *, backward: bool | None = None) -> list[CompiledCollective]:
         """Returns the all-to-alls of tokens or their gradients; `backward` None: of both passes.
 
         Skips the all-to-all of router weights, which has one number a row.
@@ -67,7 +67,7 @@ class CompiledStep:
         least = max((one.bytes for one in sent), default=0) / 32
         return [one for one in sent if one.bytes > least and backward in (None, one.backward)]
 
-    def reductions(self) -> list[Exchange]:
+    def reductions(self) -> list[CompiledCollective]:
         """The reductions of weight gradients: in the backward pass, of more than one number."""
         kinds = ("all_reduce", "reduce_scatter")
         return [
@@ -80,11 +80,11 @@ class CompiledStep:
             and not all(axis.startswith("tensor") for axis in exchange.axes)  # activations
         ]
 
-    def reductions_beside_exchanges(self) -> list[Exchange]:
+    def reductions_beside_exchanges(self) -> list[CompiledCollective]:
         """Reductions in flight together with an all-to-all on the same tier."""
         crosses = {one.launch: bool(set(one.axes) & set(self.slow)) for one in self.exchanges}
 
-        def meets(one: Exchange) -> bool:
+        def meets(one: CompiledCollective) -> bool:
             return any(crosses[name] == crosses[one.launch] for name in one.beside)
 
         return list(filter(meets, self.reductions()))
@@ -128,7 +128,7 @@ class CompiledStep:
         return overlapped_share([replace(one, bytes=1) for one in sent])
 
 
-def overlapped_share(exchanges: list[Exchange]) -> float:
+def overlapped_share(exchanges: list[CompiledCollective]) -> float:
     """Returns the share of bytes that overlap a matrix product."""
     hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
     return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
@@ -247,7 +247,7 @@ def _lowered(train_step: TrainStep, function: Any, argument: Any = None) -> Any:
         return function.lower(train_step.abstract, argument or train_step.abstract_batch())
 
 
-def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
+def census(exchanges: Iterable[CompiledCollective]) -> dict[tuple[str, str, str, str], list[int]]:
     """Returns (kind, axes, dtype, how) -> arrays moved in a step, bytes, overlapped arrays."""
     rows: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for exchange in exchanges:

@@ -83,7 +83,7 @@ def mixed(bits: Any, position: Any) -> tuple[Any, Any]:
     return x, (x * THIRD) ^ (x >> 16)
 
 
-class Place(NamedTuple):
+class ShardPositions(NamedTuple):
     """Positions of an array's shards.
 
     Attributes:
@@ -99,7 +99,7 @@ class Place(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(sharding: NamedSharding, shape: tuple[int, ...]) -> Place:
+def _place(sharding: NamedSharding, shape: tuple[int, ...]) -> ShardPositions:
     mesh, indices = sharding.mesh, sharding.devices_indices_map(shape)
     assert isinstance(mesh, Mesh), "a state lies on devices"
     seen: set[tuple[int, ...]] = set()
@@ -112,7 +112,7 @@ def _place(sharding: NamedSharding, shape: tuple[int, ...]) -> Place:
         seen.add(start)
     spread = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     facts = jax.make_array_from_callback(rows.shape, spread, lambda index: rows[index])
-    return Place(facts, tuple(starts), sharding.shard_shape(shape))
+    return ShardPositions(facts, tuple(starts), sharding.shard_shape(shape))
 
 
 def forget_places() -> None:
@@ -171,7 +171,7 @@ class ArraySums(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    place: Place
+    place: ShardPositions
     sums: jax.Array
 
     def here(self, dims: int) -> dict[str, Any]:

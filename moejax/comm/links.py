@@ -25,7 +25,7 @@ from moejax.layout.layout import Layout
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     """The link between stages, for one class of traffic.
 
     Arrays are encoded before they travel; without a codec an encoded array is the array itself.
@@ -146,7 +146,7 @@ class Link:
 
 def build_link(
     traffic: Literal["stage", "stage_gradient"], layout: Layout, codecs: Codecs, x_BtD: jax.Array
-) -> Link:
+) -> StageLink:
     """Returns the link between stages for one class of traffic.
 
     Args:
@@ -158,7 +158,7 @@ def build_link(
     codec = build_plain_codec(spec)
     like = None if codec is None else jax.eval_shape(codec.encode_once, x_BtD)
     feedback = spec is not None and spec.feedback
-    return Link(layout, traffic, x_BtD.shape[-1], x_BtD.dtype, codec, feedback, like)
+    return StageLink(layout, traffic, x_BtD.shape[-1], x_BtD.dtype, codec, feedback, like)
 
 
 def parts_per_share(layout: Layout) -> int:
@@ -174,7 +174,7 @@ def share_of_positions(x_BT: jax.Array, layout: Layout) -> jax.Array:
     """Returns this stage's share of the positions of all, [B, T / P].
 
     Its positions are in the order in which `comm.activations.enter_tensor` joins those of tensor
-    ranks after `Link.scatter_positions`.
+    ranks after `StageLink.scatter_positions`.
     """
     stages, ranks = layout.size(layout.stage), parts_per_share(layout)
     B, T = x_BT.shape

@@ -38,7 +38,7 @@ from moejax.config.schema import (
 from moejax.doctor.machine import devices_here
 from moejax.kernels.attention.attention import attention
 from moejax.kernels.experts.expert_mlp import IN_E4M3, expert_mlp
-from moejax.kernels.experts.expert_weights import Weights
+from moejax.kernels.experts.expert_weights import ExpertWeights
 from moejax.kernels.experts.quantize import dequantize, dequantize_sum, quantize
 from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
 from moejax.kernels.select import Choice, hardware_of, select_kernels
@@ -327,7 +327,7 @@ def _check_chunks(run: SmokeRun) -> None:
     tokens, D, E, F = 64, cfg.model.width, cfg.moe.num_experts, cfg.moe.expert_hidden
     x, w_in = _draw(0, n * tokens, D, dtype=spec.dtype), _draw(1, E, D, 2, F) / D**0.5
     w_out = _draw(2, E, F, D) / F**0.5
-    params = Weights(w_in.astype(spec.dtype), w_out.astype(spec.dtype))
+    params = ExpertWeights(w_in.astype(spec.dtype), w_out.astype(spec.dtype))
     weight_NK, expert_NK = jax.lax.top_k(jax.nn.softmax(_draw(3, n * tokens, E)), 2)
     axes = spec.layout.expert_owner_axes
     # A capacity that drops nothing: the program then has no rounds, which take as long to compile.

@@ -39,7 +39,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedTensor:
     """A tensor at its place in a file."""
 
     tensor: Tensor
@@ -51,7 +51,7 @@ class Placed:
         """The end of its bytes in the file's data."""
         return self.start + bytes_of(self.tensor, self.dtype)
 
-    def experts(self) -> Iterator["Placed"]:
+    def experts(self) -> Iterator["PlacedTensor"]:
         """Yields the tensor of each expert, if all of a layer are together in a large one.
 
         Otherwise it yields the tensor itself.
@@ -71,7 +71,7 @@ class OutFile:
     """A file and its tensors in order."""
 
     name: str
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedTensor, ...]
 
     def header(self) -> bytes:
         """Returns the bytes before the data."""
@@ -118,14 +118,14 @@ def plan_files(
         layer = f"model.layers.{cfg.num_layers}."
         copies = [replace(r, theirs=layer + r.theirs) for r in AHEAD_COPIES if r.ours in held]
         tensors += tensors_of(copies, {r.ours: held[r.ours] for r in copies}, cfg)
-    files: list[list[Placed]] = [[]]
+    files: list[list[PlacedTensor]] = [[]]
     for tensor in tensors:
         own = "float32" if tensor.wide else dtype
         start = files[-1][-1].stop if files[-1] else 0
         if files[-1] and start + bytes_of(tensor, own) > file_bytes:
             files.append([])
             start = 0
-        files[-1].append(Placed(tensor, own, start))
+        files[-1].append(PlacedTensor(tensor, own, start))
     if len(files) == 1:
         return [OutFile(SINGLE, tuple(files[0]))]
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
@@ -187,13 +187,13 @@ def write_weights(
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _bytes_held(job: tuple["_Output", Placed]) -> int:
+def _bytes_held(job: tuple["_Output", PlacedTensor]) -> int:
     """Returns the bytes of a tensor as it is read and as it is written."""
     _, place = job
     return READ_BYTES * place.tensor.view.elements + bytes_of(place.tensor, place.dtype)
 
 
-def _write_tensor(read: ReadPart, job: tuple["_Output", Placed]) -> Placed:
+def _write_tensor(read: ReadPart, job: tuple["_Output", PlacedTensor]) -> PlacedTensor:
     output, place = job
     values = read(place.tensor.path, place.tensor.index)
     output.write(place, place.tensor.view.to_tensor(values, DTYPES[place.dtype][1]))
@@ -212,7 +212,7 @@ class _Output:
             _write_all(self._file.fileno(), self._header, 0)
         return self
 
-    def write(self, place: Placed, values: np.ndarray) -> None:
+    def write(self, place: PlacedTensor, values: np.ndarray) -> None:
         """Writes a tensor at its place; several threads may write."""
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         assert data.nbytes == place.stop - place.start, f"{place.tensor.name} has another size"

@@ -132,8 +132,8 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
-    """A stage's share of each sequence's positions in a loss step (`Link.scatter_positions`).
+class PositionShare:
+    """A stage's share of each sequence's positions in a loss step (`StageLink.scatter_positions`).
 
     A block that runs there attends from a share: its queries stay, and keys and values of all
     positions are gathered over the stages.

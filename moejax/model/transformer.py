@@ -21,7 +21,7 @@ from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
-from moejax.model.block import Pattern, Share, Slice
+from moejax.model.block import Pattern, PositionShare, Slice
 from moejax.model.layers import Embedding, RMSNorm
 from moejax.model.remat import in_turn, remat_policy
 from moejax.model.rope import Angles, angles_at
@@ -159,7 +159,7 @@ class Transformer(nnx.Module):
         self,
         y_BtD: Float[Array, "B t D"],
         next_BT: Int[Array, "B T"],
-        share: Share,
+        share: PositionShare,
         noise: Noise | None,
     ) -> tuple[Float[Array, "B T D"], MoEStats | None]:
         """Runs the module for multi-token prediction on a stage's share of the positions.

@@ -25,14 +25,14 @@ from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import with_rounds
 from moejax.config.schema import MoEConfig
 from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
-from moejax.kernels.experts.expert_weights import Weights
+from moejax.kernels.experts.expert_weights import ExpertWeights
 from moejax.kernels.experts.grouped_matmul import schedule_experts
 from moejax.kernels.kept import PLACES
 from moejax.kernels.permute import permute, take_rows, weighted_sum
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
 from moejax.layout.spec import StepSpec
-from moejax.moe.sizes import Sizes, fitting, needed, usual_sizes
+from moejax.moe.sizes import BucketSizes, fitting, needed, usual_sizes
 
 # Each overflow round has buckets for 1/4 of the tokens at balanced load.
 ROUND_SHARE = 4
@@ -57,7 +57,7 @@ def moe_ffn(
     x_ND: Float[Array, "N D"],
     weight_NK: Float[Array, "N K"],
     expert_NK: Int[Array, "N K"],
-    weights: Weights,
+    weights: ExpertWeights,
     moe: MoEConfig,
     spec: StepSpec,
     *,
@@ -109,13 +109,13 @@ class Constants(NamedTuple):
     """Arguments of a layer's exchange that have no gradient: routing, and frozen weights."""
 
     expert_NK: jax.Array
-    frozen: Weights
+    frozen: ExpertWeights
     # Masks choices that have a slot of the first exchange and go no further: see `plan_dispatch`.
     kept_NK: jax.Array | None = None
     filled: jax.Array | None = None  # see `DispatchPlan`
 
 
-def _with_bias_once(weights: Weights, layout: Layout) -> Weights:
+def _with_bias_once(weights: ExpertWeights, layout: Layout) -> ExpertWeights:
     """Keeps the second product's bias on one tensor rank, where ranks' results are partial sums."""
     alone = not layout.hidden_over_tensor or layout.size(layout.tensor) == 1
     if weights.b_out is None or alone:
@@ -133,8 +133,8 @@ class _Exchanges(NamedTuple):
     def on_route(
         self,
         route: Route,
-        sizes: Sizes,
-        operands: tuple[jax.Array, jax.Array, Weights],
+        sizes: BucketSizes,
+        operands: tuple[jax.Array, jax.Array, ExpertWeights],
         constants: Constants,
     ) -> jax.Array:
         """Dispatch, experts and combine along one route whose buckets hold all choices."""
@@ -154,7 +154,7 @@ class _Exchanges(NamedTuple):
         settings = route, spec.layout, experts, spec.barriers
         return dispatch_compute_combine(*settings, x_ND, weight_NK, trained, frozen, plan)
 
-    def _rounds(self, rest_NK: jax.Array) -> tuple[Route, Sizes, Ranked]:
+    def _rounds(self, rest_NK: jax.Array) -> tuple[Route, BucketSizes, Ranked]:
         """The route of rounds, with small buckets: `lax.cond` reserves their memory in backward."""
         route, layout = plain_route(self.spec.route, self.spec.layout), self.spec.layout
         peers, tokens = route.exchanges[0].peers(layout), -(-len(rest_NK) // ROUND_SHARE)
@@ -178,7 +178,9 @@ class _Exchanges(NamedTuple):
         return self.on_route(route, sizes, operands, constants._replace(expert_NK=now_NK))
 
 
-def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], constants: Constants) -> jax.Array:
+def _reading_all(
+    operands: tuple[jax.Array, jax.Array, ExpertWeights], constants: Constants
+) -> jax.Array:
     """Replaces a round that is not traced: its backward reads the arrays of a round's backward."""
     x_ND, *read = operands
     leaves = jax.tree.leaves((read, constants))
@@ -186,7 +188,7 @@ def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], constants: Cons
 
 
 def _experts(
-    route: Route, sizes: Sizes, *, experts_here: int, kernel: str, clamp: float | None
+    route: Route, sizes: BucketSizes, *, experts_here: int, kernel: str, clamp: float | None
 ) -> Experts:
     """Returns the computation of this device's experts on arrived rows.
 
@@ -237,7 +239,7 @@ def _experts(
     return Experts(order, compute, adds_up=kernel == "blocked")
 
 
-def _experts_met(rows: int, route: Route, sizes: Sizes, experts_here: int) -> int:
+def _experts_met(rows: int, route: Route, sizes: BucketSizes, experts_here: int) -> int:
     """Returns about how many experts a chunk of `rows` rows meets."""
     if not route.parts_by_expert or rows >= sizes.expert_rows * route.parts:
         return experts_here

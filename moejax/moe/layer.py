@@ -48,7 +48,7 @@ from moejax.comm.activations import (
 from moejax.comm.weights.adapters import AdaptedWeight, Weight
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig, MoEConfig
-from moejax.kernels.experts.expert_weights import Factors, Weights
+from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
@@ -77,7 +77,7 @@ class MoEWeights(NamedTuple):
     """Weights gathered over fsdp, in the dtype of their product; router and biases in float32."""
 
     router_DE: Float[Array, "D E"]
-    experts: Weights
+    experts: ExpertWeights
 
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
@@ -111,7 +111,9 @@ class MoE(nnx.Module):
         )
         if self.moe.expert_bias:
             b_in, b_out = (gather_float32(b, self.spec) for b in (self.b_in, self.b_out))
-        return MoEWeights(router_DE, Weights(w_in, w_out, b_in, b_out, in_adapter, out_adapter))
+        return MoEWeights(
+            router_DE, ExpertWeights(w_in, w_out, b_in, b_out, in_adapter, out_adapter)
+        )
 
     def __call__(
         self, h_BtD: Float[Array, "B t D"], weights: MoEWeights, noise: router.Noise | None = None

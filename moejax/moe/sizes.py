@@ -26,7 +26,7 @@ from moejax.layout.layout import Axes, Layout
 from moejax.layout.route import Hop, Route
 
 
-class Sizes(NamedTuple):
+class BucketSizes(NamedTuple):
     """Numbers of rows, for one part of the buckets."""
 
     rows: tuple[int, ...]  # J of each exchange
@@ -42,7 +42,7 @@ def expert_capacity(moe: MoEConfig, *, tokens: int) -> int | None:
     return math.ceil(moe.capacity_factor * tokens * moe.experts_per_token / moe.num_experts)
 
 
-def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) -> Sizes:
+def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) -> BucketSizes:
     """The sizes for a router near balance; with a capacity, for any router.
 
     Args:
@@ -81,11 +81,11 @@ def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) ->
             ranks = layout.size(hop.axes)
             arriving *= ranks
     if choices == 1:
-        return Sizes(tuple(rows), arriving, arriving, certain)
+        return BucketSizes(tuple(rows), arriving, arriving, certain)
     balanced = tokens * K * ranks / parts
     worst = arriving * min(K, E // owners)
     expert_rows = bounded(worst, balanced, owners * ranks) if rows else worst
-    return Sizes(tuple(rows), arriving, expert_rows, certain)
+    return BucketSizes(tuple(rows), arriving, expert_rows, certain)
 
 
 def _reach(E: int, K: int, groups: int) -> float:
@@ -101,7 +101,12 @@ class Fits(NamedTuple):
 
 
 def fitting(
-    expert_NK: Int[Array, "N K"], route: Route, layout: Layout, sizes: Sizes, *, num_experts: int
+    expert_NK: Int[Array, "N K"],
+    route: Route,
+    layout: Layout,
+    sizes: BucketSizes,
+    *,
+    num_experts: int,
 ) -> Fits:
     """Returns the choices that fit. A choice that is dropped fits nowhere.
 
@@ -143,7 +148,7 @@ def fitting(
 def needed(
     expert_NK: Int[Array, "N K"], route: Route, layout: Layout, *, num_experts: int
 ) -> Int[Array, " X"]:
-    """The rows that this routing fills: of `Sizes.rows`, and of `Sizes.expert_rows` if rows merge.
+    """The rows that this routing fills: `rows` of `BucketSizes`, and `expert_rows` if rows merge.
 
     It is `DispatchPlan.filled` before sizes limit it: a maximum over all parts, peers and devices.
     Wire: a few integers a peer, and their maximum.

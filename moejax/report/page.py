@@ -8,14 +8,13 @@ markup.
 
 import base64
 import itertools
-import json
 import math
-import re
 from array import array
 from pathlib import Path
 from typing import Any
 
 from moejax.errors import InputError, write_whole
+from moejax.html import embed, filled
 from moejax.report.runs import Column, RunRecord, read_run
 from moejax.report.stages import stage_times
 from moejax.report.timeline import goodput_data
@@ -66,19 +65,8 @@ def names_of(directories: list[Path]) -> list[str]:
 
 def page_of(data: dict[str, Any]) -> str:
     """Returns the page of `page_data` as text."""
-    parts = {
-        "LIBRARY": LIBRARY.read_text("utf-8"),
-        "SCRIPT": "".join(path.read_text("utf-8") for path in SCRIPTS),
-        "DATA": embed(data),
-    }
-    template = TEMPLATE.read_text("utf-8")
-    return re.sub(r"{{(LIBRARY|SCRIPT|DATA)}}", lambda match: parts[match[1]], template)
-
-
-def embed(data: Any) -> str:
-    """Returns JSON that is safe in a script element: it begins no tag and no comment."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    scripts = "".join(path.read_text("utf-8") for path in SCRIPTS)
+    return filled(TEMPLATE, LIBRARY=LIBRARY.read_text("utf-8"), SCRIPT=scripts, DATA=embed(data))
 
 
 def run_data(run: RunRecord) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from moejax.errors import InputError
+from moejax.html import embed
 from moejax.report.goodput import EVENTS
-from moejax.report.page import embed, page_data, page_of
+from moejax.report.page import page_data, page_of
 from moejax.report.runs import CONFIG, EXPERTS, METRICS, PLAN
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -40,7 +40,7 @@ class Prompts(NamedTuple):
     length_B: Any
 
 
-class Rows(NamedTuple):
+class DecodingInputs(NamedTuple):
     """The inputs of a decoding step for each row."""
 
     token_B: Any  # the last token, which is not in the cache yet
@@ -90,11 +90,11 @@ class Engine:
         return self._jitted(body, (self._states, self._prompts), self._prompts)
 
     @cached_property
-    def decode(self) -> Callable[[TrainState, Rows, cached.Cache], cached.Cached]:
+    def decode(self) -> Callable[[TrainState, DecodingInputs, cached.Cache], cached.Cached]:
         """The jitted (state, rows, cache) -> logits of the next token, and the cache, donated."""
         model = self.train_step.plain.model
 
-        def body(state: TrainState, rows: Rows, cache: cached.Cache) -> cached.Cached:
+        def body(state: TrainState, rows: DecodingInputs, cache: cached.Cache) -> cached.Cached:
             transformer = model.merge(state.params, state.router_bias, state.frozen)
             return cached.decode(transformer, rows.token_B, rows.position_B, cache)
 
@@ -102,14 +102,14 @@ class Engine:
         return self._jitted(body, specs, self._cached, donate_argnums=2)
 
     @cached_property
-    def draw(self) -> Callable[[jax.Array, Rows], tuple[Rows, jax.Array]]:
+    def draw(self) -> Callable[[jax.Array, DecodingInputs], tuple[DecodingInputs, jax.Array]]:
         """The jitted (logits, rows) -> rows with their next token, and it on all devices."""
 
-        def body(logit_BV: jax.Array, rows: Rows) -> tuple[Rows, jax.Array]:
+        def body(logit_BV: jax.Array, rows: DecodingInputs) -> tuple[DecodingInputs, jax.Array]:
             position_B = rows.position_B + 1
             token_B = draw(logit_BV, rows.number_B, position_B, self.sampling, self.allowed)
             found = wire.all_gather(token_B, self._layout.token_axes, dim=0)
-            return Rows(jnp.maximum(token_B, 0), position_B, rows.number_B), found
+            return DecodingInputs(jnp.maximum(token_B, 0), position_B, rows.number_B), found
 
         return self._jitted(body, (self._rows, self._rows), (self._rows, P()))
 
@@ -119,14 +119,14 @@ class Engine:
 
     def place(self, arrays: Any) -> Any:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""
-        spec = self._rows if isinstance(arrays, Rows) else self._prompts
+        spec = self._rows if isinstance(arrays, DecodingInputs) else self._prompts
         sharding = NamedSharding(self.train_step.mesh, spec)
         return jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]),
             arrays,
         )
 
-    def abstract(self) -> tuple[Prompts, Rows, cached.Cached]:
+    def abstract(self) -> tuple[Prompts, DecodingInputs, cached.Cached]:
         """Shapes and shardings of the functions' arguments and results."""
         rows, mesh = self.batch_shape[0], self.train_step.mesh
 
@@ -136,7 +136,7 @@ class Engine:
         of_prompts = partial(integers, self._prompts)
         prompts = Prompts(of_prompts(*self.batch_shape), of_prompts(rows))
         made = jax.eval_shape(self.prefill, self.train_step.abstract, prompts)
-        return prompts, Rows(*[integers(self._rows, rows)] * 3), made
+        return prompts, DecodingInputs(*[integers(self._rows, rows)] * 3), made
 
     def bytes_beside_weights(self) -> int:
         """Returns the bytes that a device holds beside the weights.

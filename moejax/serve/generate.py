@@ -7,7 +7,7 @@ import numpy as np
 
 from moejax.errors import RunError
 from moejax.runtime.processes import ALONE, Processes
-from moejax.serve.engine import Engine, Prompts, Rows
+from moejax.serve.engine import DecodingInputs, Engine, Prompts
 from moejax.serve.sampling import NOT_FINITE
 from moejax.step.state import TrainState
 
@@ -83,7 +83,7 @@ def _batch(
 
 def padded(
     prompts: Sequence[Sequence[int]], shape: tuple[int, int], first: int
-) -> tuple[Prompts, Rows]:
+) -> tuple[Prompts, DecodingInputs]:
     """Returns prompts as arrays, and the rows before their first draw.
 
     Rows without a prompt have one of a single token. The row's last token is the prompt's, so that
@@ -98,4 +98,4 @@ def padded(
         token_BT[row, : len(prompt)], length_B[row] = prompt, len(prompt)
     last_B = token_BT[np.arange(shape[0]), length_B - 1]
     number_B = np.arange(first, first + shape[0], dtype=np.int32)
-    return Prompts(token_BT, length_B), Rows(last_B, length_B - 1, number_B)
+    return Prompts(token_BT, length_B), DecodingInputs(last_B, length_B - 1, number_B)

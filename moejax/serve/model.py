@@ -14,7 +14,7 @@ from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
 from moejax.runtime.processes import ALONE
 from moejax.serve.engine import Engine, build_engine
 from moejax.serve.generate import generate
-from moejax.serve.placing import Placed, check_overrides, place
+from moejax.serve.placing import PlacedModel, check_overrides, place
 from moejax.serve.prompts import encode_prompts, open_vocabulary
 from moejax.serve.sampling import Sampling
 from moejax.step.state import TrainState
@@ -33,7 +33,7 @@ class LoadedModel:
       vocab_size: V.
     """
 
-    def __init__(self, chosen: Chosen, placed: Placed):
+    def __init__(self, chosen: Chosen, placed: PlacedModel):
         """Reads the weights of a checkpoint; see `moejax.load_model`."""
         self._chosen, self._placed = chosen, placed
         self.path, self.step = Path(chosen.saved.path), chosen.saved.step

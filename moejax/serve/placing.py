@@ -24,7 +24,7 @@ DECIDED = {
 }
 
 
-class Placed(NamedTuple):
+class PlacedModel(NamedTuple):
     """The config, mesh and platform of a model on devices."""
 
     cfg: Config  # with its mesh resolved
@@ -32,13 +32,13 @@ class Placed(NamedTuple):
     platform: str
 
 
-def place(chosen: Chosen, processes: Processes = ALONE) -> Placed:
+def place(chosen: Chosen, processes: Processes = ALONE) -> PlacedModel:
     """Starts the devices. Returns the mesh of the run, or of all devices if it names no axis."""
     devices = start(chosen.cfg.mesh)
     platform = platform_of(devices)
     cfg = without_stages(on_all_devices(chosen.cfg, len(devices)))
     cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
-    return Placed(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+    return PlacedModel(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
 
 
 def without_stages(cfg: Config) -> Config:

@@ -9,7 +9,7 @@ from jax.experimental.topologies import TopologyDescription
 from rich.console import Console
 
 from moejax.aot.command import main, print_compiled, to_json
-from moejax.aot.compiled import Exchange
+from moejax.aot.compiled import CompiledCollective
 from moejax.aot.step import (
     CompiledStep,
     census,
@@ -30,7 +30,9 @@ CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
 
 
 def exchange(**changes):
-    base = Exchange("all_to_all", ("expert",), "bfloat16", 64, 3, True, True, False, "start")
+    base = CompiledCollective(
+        "all_to_all", ("expert",), "bfloat16", 64, 3, True, True, False, "start"
+    )
     return dataclasses.replace(base, **changes)
 
 

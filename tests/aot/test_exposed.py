@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moejax.aot.command import compress_exposed, hidden_shares, traffic_of
-from moejax.aot.compiled import Exchange
+from moejax.aot.compiled import CompiledCollective
 from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
 
@@ -16,7 +16,7 @@ WIDE = build_layout(MeshConfig(expert=8, nodes=2))
 
 
 def exchange(kind, *axes, hides=False, backward=False, dtype="bfloat16", size=100, calls=1):
-    return Exchange(kind, axes, dtype, size, calls, hides, hides, backward, "x")
+    return CompiledCollective(kind, axes, dtype, size, calls, hides, hides, backward, "x")
 
 
 @pytest.mark.parametrize(

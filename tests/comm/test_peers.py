@@ -89,16 +89,16 @@ def test_who_answers_otherwise_is_not_taken_for_a_device(server, answer):
         connection.sendall(answer)
         connection.close()
 
-    place = peers.Place(*server.getsockname(), "")
+    address = peers.Address(*server.getsockname(), "")
     threading.Thread(target=serve, daemon=True).start()
     with pytest.raises(NotConnectedError, match=r"device 5 to device 0 at 127\.0\.0\.1"):
-        peers._call(place, TOKEN, (5, 0), time.monotonic() + 5)
+        peers._call(address, TOKEN, (5, 0), time.monotonic() + 5)
 
 
 def test_who_accepts_and_says_nothing_is_given_up(server):
-    place = peers.Place(*server.getsockname(), "")
+    address = peers.Address(*server.getsockname(), "")
     with pytest.raises(NotConnectedError, match="timed out"):
-        peers._call(place, TOKEN, (5, 0), time.monotonic() + 0.3)
+        peers._call(address, TOKEN, (5, 0), time.monotonic() + 0.3)
 
 
 PROGRAM = """

@@ -20,7 +20,7 @@ from moejax.hf.rules import Tensor
 from moejax.hf.views import View
 from moejax.hf.writer import (
     OutFile,
-    Placed,
+    PlacedTensor,
     check_biases,
     plan_files,
     total_elements,
@@ -165,7 +165,9 @@ def test_the_index_says_where_each_tensor_is(tmp_path):
 @pytest.mark.parametrize("length", range(8))
 def test_a_header_ends_at_a_multiple_of_eight_and_says_its_length(length):
     view = View("DV", (2, 3), ("V", "D"))
-    placed = Placed(Tensor("m" * (length + 1), "embedding.project", None, view), "bfloat16", 4)
+    placed = PlacedTensor(
+        Tensor("m" * (length + 1), "embedding.project", None, view), "bfloat16", 4
+    )
     header = OutFile("a", (placed,)).header()
     assert len(header) % 8 == 0
     assert int.from_bytes(header[:8], "little") == len(header) - 8

@@ -13,7 +13,7 @@ from moejax.kernels.costs import named_cost
 from moejax.kernels.experts import blocked_mlp
 from moejax.kernels.experts.activation import activate
 from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
-from moejax.kernels.experts.expert_weights import Factors, Weights
+from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.experts.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from tests.cases import few
 
@@ -114,7 +114,7 @@ def test_chunks_add_their_weight_gradients_to_those_of_the_chunk_before(dtype):
     sizes, earlier = [40, 0, 30], 7.0
     x, w_in, w_out, dy = operands(sizes, 3, dtype)
     counts = jnp.asarray(sizes, jnp.int32)
-    weights = Weights(w_in, w_out)
+    weights = ExpertWeights(w_in, w_out)
     sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
 
     def adding(x, sums):
@@ -369,12 +369,12 @@ def test_the_price_of_frozen_experts_has_adapters_and_no_gradients_of_weights():
         cost = named_cost(f"experts_{which}_{M}x{D}x{F}x{G}x{A}x0", [])
         assert cost["flops"] == weights + share * of_factors
         assert cost["blocks"] == (M, G)
-    weights = Weights(jnp.ones((G, D, 2, F)), jnp.ones((G, F, D)))
+    weights = ExpertWeights(jnp.ones((G, D, 2, F)), jnp.ones((G, F, D)))
     weights = weights._replace(in_adapter=factors([(G, D, A), (G, A, 2, F)]))
     x_MD, sizes_G = jnp.ones((M, D)), jnp.array([8, 0, 0])
 
     def loss(x_MD, weights):
-        form = blocked_mlp.Form()
+        form = blocked_mlp.MlpForm()
         return jnp.sum(blocked_mlp.blocked_mlp(form, x_MD, weights, sizes_G, None))
 
     program = str(jax.make_jaxpr(jax.grad(loss))(x_MD, weights))

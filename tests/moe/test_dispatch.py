@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.config.compression import Codecs, CodecSpec
 from moejax.config.schema import Config, MeshConfig, MoEConfig
-from moejax.kernels.experts.expert_weights import Weights
+from moejax.kernels.experts.expert_weights import ExpertWeights
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import ROUTES, build_route
@@ -64,7 +64,7 @@ def compiled(mesh_config, route, K, letters=DIMS[:2], **options):
     copies = layout.size(layout.tensor) if spec.route.replicated else 1
 
     def forward(x_ND, weight_NK, expert_NK, params):
-        return moe_ffn(x_ND, weight_NK, expert_NK, Weights(*params), moe, spec)[0]
+        return moe_ffn(x_ND, weight_NK, expert_NK, ExpertWeights(*params), moe, spec)[0]
 
     def device(x_ND, weight_NK, expert_NK, params, dy_ND):
         y_ND, pull = jax.vjp(

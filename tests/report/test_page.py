@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moejax.errors import InputError
+from moejax.html import embed
 from moejax.report.command import main
 from moejax.report.page import (
     LIBRARY,
@@ -17,7 +18,6 @@ from moejax.report.page import (
     SHOWN_LOADS,
     TEMPLATE,
     changes,
-    embed,
     loads_data,
     names_of,
     page_data,
@@ -100,6 +100,9 @@ def test_nothing_of_a_users_text_ends_the_data(tmp_path):
     assert "alert(1)</script" not in text
     assert "<!--<b>" not in text
     assert not set(embed({"a": HOSTILE})) & set("<>&")
+    assert json.loads(embed({"a": HOSTILE})) == {"a": HOSTILE}
+    with pytest.raises(ValueError, match="JSON compliant"):
+        embed(math.nan)
 
 
 def test_the_page_asks_for_nothing_from_elsewhere():

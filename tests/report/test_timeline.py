@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from moejax.html import embed
 from moejax.report import timeline
 from moejax.report.goodput import Start, read_goodput
-from moejax.report.page import embed, run_data
+from moejax.report.page import run_data
 from moejax.report.runs import RunRecord
 from moejax.report.timeline import (
     KILLED,

@@ -8,7 +8,7 @@ import pytest
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
 from moejax.serve import engine as serve_engine
-from moejax.serve.engine import PROMPT_MULTIPLE, Rows
+from moejax.serve.engine import PROMPT_MULTIPLE, DecodingInputs
 from moejax.serve.generate import generate, padded
 from tests.cases import CERTAIN, small_config, step_for
 from tests.hf.golden import cases_of, loaded
@@ -66,7 +66,7 @@ def cached_logits(cfg, state, token_BT, length_B):
     for step in range(steps):
         position_B = length_B + step
         token_B = token_BT[np.arange(len(prompts)), position_B]
-        rows = Rows(token_B, position_B.astype(np.int32), rows.number_B)
+        rows = DecodingInputs(token_B, position_B.astype(np.int32), rows.number_B)
         logits, cache = engine.decode(state, engine.place(rows), cache)
         found.append(np.asarray(logits))
     return np.stack(found)

@@ -41,7 +41,7 @@ class NotConnectedError(Exception):
     """Devices cannot be connected, or their library is missing. The message says why."""
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """The address at which a process listens, and the token that it drew."""
 
     host: str
@@ -62,14 +62,14 @@ def connect_all(begin: Callable[[], None], hand_over: HandOver) -> None:
     with contextlib.ExitStack() as opened:
         servers: list[socket.socket] = []
 
-        def place() -> Place:
+        def address() -> Address:
             begin()
             server = opened.enter_context(listen(own_address(), 0))
             servers.append(server)
-            return Place(own_address(), server.getsockname()[1], secrets.token_hex(16))
+            return Address(own_address(), server.getsockname()[1], secrets.token_hex(16))
 
-        places = [Place(*found) for found in _agree("places", place)]
-        _agree("connections", lambda: _connect(servers[0], places, hand_over))
+        addresses = [Address(*found) for found in _agree("addresses", address)]
+        _agree("connections", lambda: _connect(servers[0], addresses, hand_over))
 
 
 def _agree(name: str, make: Callable[[], Any]) -> list[Any]:
@@ -110,18 +110,18 @@ def _share(name: str, value: Any) -> list[Any]:
     return found
 
 
-def _connect(server: socket.socket, places: list[Place], hand_over: HandOver) -> None:
+def _connect(server: socket.socket, addresses: list[Address], hand_over: HandOver) -> None:
     """Connects devices: the one with the higher id calls the other, and says who it is."""
     here = [device.id for device in jax.local_devices()]
-    token, until = places[0].token.encode(), time.monotonic() + CONNECT_S
+    token, until = addresses[0].token.encode(), time.monotonic() + CONNECT_S
     expected = {(own, peer.id) for own in here for peer in jax.devices() if peer.id > own}
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(accept_peers, server, token, expected, until)
         try:
             for peer in jax.devices():
                 for own in (own for own in here if own > peer.id):
-                    place = places[peer.process_index]
-                    hand_over(own, peer.id, _call(place, token, (own, peer.id), until))
+                    address = addresses[peer.process_index]
+                    hand_over(own, peer.id, _call(address, token, (own, peer.id), until))
             came = accepted.result()
         except BaseException:
             expected.clear()  # nobody is waited for any more
@@ -130,13 +130,13 @@ def _connect(server: socket.socket, places: list[Place], hand_over: HandOver) ->
         hand_over(own, peer, connection)
 
 
-def _call(place: Place, token: bytes, pair: Pair, until: float) -> socket.socket:
+def _call(address: Address, token: bytes, pair: Pair, until: float) -> socket.socket:
     """Connects to a device of another process, which must answer."""
-    who = f"device {pair[0]} to device {pair[1]} at {place.host} port {place.port}"
+    who = f"device {pair[0]} to device {pair[1]} at {address.host} port {address.port}"
     with contextlib.ExitStack() as unless_done:
         try:
             seconds = max(until - time.monotonic(), 0.01)
-            connection = socket.create_connection((place.host, place.port), timeout=seconds)
+            connection = socket.create_connection((address.host, address.port), timeout=seconds)
             unless_done.push(connection)
             connection.sendall(HELLO.pack(token, *pair))
             answer = connection.recv(len(ANSWER), socket.MSG_WAITALL)

@@ -24,7 +24,7 @@ LOWEST = MASKED / 2  # where maxima begin: above every masked score, below every
 QUERIES, KEYS = 256, 512  # most of a block
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Sizes of blocks, and how many pairs of blocks of one sequence are visited, for the price."""
 
     queries: int
@@ -32,11 +32,11 @@ class Blocks(NamedTuple):
     visits: float
 
 
-def blocks_of(queries: int, keys: int, extent: Any) -> Blocks:
+def blocks_of(queries: int, keys: int, extent: Any) -> BlockSizes:
     """Returns the blocks for some queries and keys; visits are a mean over `extent.starts`."""
     Q = min(queries, max(64, min(QUERIES, queries // 4)))
     K = min(keys, KEYS if keys >= 8 * Q else Q)
-    return Blocks(Q, K, extent.visits(queries, keys, Q, K))
+    return BlockSizes(Q, K, extent.visits(queries, keys, Q, K))
 
 
 def forward(q_BTHC, k_BSGC, v_BSGV, first_BT, last_BT, *, scale: float, extent: Any):
@@ -131,7 +131,7 @@ def gradients(
     return _by_query(dq_BNGCP.swapaxes(3, 4), T, H) * scale, dk_BSGC, dv_BSGV
 
 
-def _over_keys(visit, sums, first_P, last_P, blocks: Blocks, count: int):
+def _over_keys(visit, sums, first_P, last_P, blocks: BlockSizes, count: int):
     """Visits the blocks of keys that a block of queries sees, of `count` such blocks."""
     start, stop = jnp.min(first_P) // blocks.keys, jnp.max(last_P) // blocks.keys + 1
     with trips_of(blocks.visits / count):

@@ -82,7 +82,7 @@ class Merged(NamedTuple):
     log_BTH: Float[Array, "B T H"]
 
 
-class Form(NamedTuple):
+class AttentionForm(NamedTuple):
     """The static arguments."""
 
     implementation: str
@@ -128,15 +128,15 @@ def ranged_attention(
       implementation: "blocked", which runs everywhere; "tokamax", on Hopper and Blackwell.
       sinks_H: logits that take part in the softmax of each of a head's queries and have no value.
     """
-    return _attend(Form(implementation, scale, extents), q_BTHC, pieces, sinks_H)
+    return _attend(AttentionForm(implementation, scale, extents), q_BTHC, pieces, sinks_H)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(form: Form, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
+def _attend(form: AttentionForm, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
     return _forward(form, q_BTHC, pieces, sinks_H)[0]
 
 
-def _forward(form: Form, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
+def _forward(form: AttentionForm, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
     kernel = IMPLEMENTATIONS[form.implementation]
     results = [
         Merged(*kernel.forward(q_BTHC, *keys, scale=form.scale, extent=extent))
@@ -179,7 +179,7 @@ def sink_gradient(sinks_H: jax.Array | None, y_BTHV, log_BTH, dy_BTHV) -> jax.Ar
     return -jnp.sum(jnp.exp(sinks_H - log_BTH) * dot_BTH, axis=(0, 1))
 
 
-def _backward(form: Form, saved, dy_BTHV):
+def _backward(form: AttentionForm, saved, dy_BTHV):
     q_BTHC, pieces, sinks_H, y_BTHV, log_BTH = saved
     kernel = IMPLEMENTATIONS[form.implementation]
     dq_BTHC: Any = 0

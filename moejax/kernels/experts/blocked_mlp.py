@@ -22,8 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.kernels.costs import jitted
 from moejax.kernels.experts.activation import activate, row_dots
 from moejax.kernels.experts.expert_weights import (
+    ExpertWeights,
     Factors,
-    Weights,
     flat,
     times,
     times_transposed,
@@ -40,7 +40,7 @@ FEW_ROWS = 8
 PIECE_BYTES = 2**20
 
 
-class Form(NamedTuple):
+class MlpForm(NamedTuple):
     """The static settings of the experts.
 
     Attributes:
@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows of a group that are computed at one time.
 
     Attributes:
@@ -65,7 +65,7 @@ class Block:
     inside_B: jax.Array
 
     @classmethod
-    def at(cls, start: jax.Array, end: jax.Array, size: int, num_rows: int) -> "Block":
+    def at(cls, start: jax.Array, end: jax.Array, size: int, num_rows: int) -> "RowBlock":
         """The block of the rows from `start`, up to `end`; it begins earlier at the array's end."""
         first = jnp.minimum(start, num_rows - size)
         row_B = first + jnp.arange(size)
@@ -91,7 +91,7 @@ class Block:
         return jnp.where(self.inside_B[:, None], biased_BN, 0)
 
 
-def _named(which: str, function: Callable, weights: Weights, x_MD, form: Form) -> Callable:
+def _named(which: str, function: Callable, weights: ExpertWeights, x_MD, form: MlpForm) -> Callable:
     """Returns the function under a name with its sizes, for its price."""
     M, D = x_MD.shape
     G, F = weights.w_out.shape[:2]
@@ -113,9 +113,9 @@ def rows_computed(rows: float, M: int) -> float:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blocked_mlp(
-    form: Form,
+    form: MlpForm,
     x_MD: jax.Array,
-    weights: Weights,
+    weights: ExpertWeights,
     sizes_G: jax.Array,
     one_M1: jax.Array | None,
 ) -> jax.Array:
@@ -129,7 +129,7 @@ def _only_forward(x_MD, weights, sizes_G, *, limit):
     return _compute_rows(x_MD, weights, sizes_G, None, limit)[0]
 
 
-def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> jax.Array:
+def _few_rows(x_MD: jax.Array, weights: ExpertWeights, sizes_G: jax.Array, limit) -> jax.Array:
     """The forward pass of so few rows that reading the weights takes longer than the products.
 
     Weights of a group without rows are not read. Other weights are read in pieces that stay in
@@ -141,7 +141,7 @@ def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> j
     def advance(state):
         start, y_MD = state
         group = jnp.sum(ends_G <= start, dtype=jnp.int32)
-        block = Block(start, start + jnp.arange(FEW_ROWS) < ends_G[group])
+        block = RowBlock(start, start + jnp.arange(FEW_ROWS) < ends_G[group])
         b_in, b_out = (None if b is None else b[group] for b in weights[2:4])
         h_BW = _few_times(block.rows(x_MD), weights.w_in, weights.in_adapter, group)
         h_BW = block.biased(h_BW, b_in)
@@ -195,7 +195,7 @@ def _rows_forward(x_MD, weights, sizes_G, *, limit):
 def _compute_rows(x_MD, weights, sizes_G, h_MW, limit):
     """Returns the forward result, and gate and up of the hidden layer unless `h_MW` is None."""
 
-    def compute(block: Block, carry, w: Weights):
+    def compute(block: RowBlock, carry, w: ExpertWeights):
         y_MD, h_MW = carry
         h_BW = block.biased(times(block.rows(x_MD), w.w_in, w.in_adapter), w.b_in)
         y_BD = times(activate(h_BW, limit), w.w_out, w.out_adapter)
@@ -226,7 +226,7 @@ def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1, *, limit):
     """Returns gradients of rows and ones, and `sums` plus the trained weights' gradients."""
     M = dy_MD.shape[0]
 
-    def compute(block: Block, carry, w: Weights):
+    def compute(block: RowBlock, carry, w: ExpertWeights):
         (dx_MD, dots_M1), dw = carry
         dy_BD = block.rows(dy_MD)
         a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MW))
@@ -262,13 +262,13 @@ blocked_mlp.defvjp(_blocked_forward, _blocked_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blocked_mlp_adding(
-    form: Form,
+    form: MlpForm,
     x_MD: jax.Array,
-    weights: Weights,
-    sums: Weights,
+    weights: ExpertWeights,
+    sums: ExpertWeights,
     sizes_G: jax.Array,
     one_M1: jax.Array | None,
-) -> tuple[jax.Array, Weights]:
+) -> tuple[jax.Array, ExpertWeights]:
     """Returns `expert_mlp_adding` by blocks of rows."""
     return blocked_mlp(form, x_MD, weights, sizes_G, one_M1), sums
 
@@ -293,7 +293,7 @@ def _block_sizes(num_rows: int) -> tuple[int, ...]:
     return (*(size for size in smaller if size < largest), min(largest, num_rows))
 
 
-def _each_group(compute: Callable, carry, sizes_G, weights: Weights):
+def _each_group(compute: Callable, carry, sizes_G, weights: ExpertWeights):
     """Folds `compute(group, carry, weights, start, end)` over the groups that have rows."""
     ends_G = jnp.cumsum(sizes_G)
 
@@ -315,7 +315,7 @@ def _blocks(compute: Callable, carry, num_rows: int, start, end, weights):
     sizes = _block_sizes(num_rows)
 
     def sized(size: int, start, carry):
-        return compute(Block.at(start, end, size, num_rows), carry, weights)
+        return compute(RowBlock.at(start, end, size, num_rows), carry, weights)
 
     def advance(state):
         start, carry = state

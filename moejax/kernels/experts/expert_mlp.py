@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.kernels.experts.activation import activate, with_dots
-from moejax.kernels.experts.blocked_mlp import Form, blocked_mlp, blocked_mlp_adding
-from moejax.kernels.experts.expert_weights import Factors, Weights, flat
+from moejax.kernels.experts.blocked_mlp import MlpForm, blocked_mlp, blocked_mlp_adding
+from moejax.kernels.experts.expert_weights import ExpertWeights, Factors, flat
 from moejax.kernels.experts.grouped_matmul import (
     add_bias,
     grouped_matmul,
@@ -67,9 +67,9 @@ def expert_mlp(
         if schedule is None:
             schedule = schedule_experts(sizes_G, x_MD.shape[0])[None], 0
         return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, one_M1, *schedule)
-    weights = Weights(w_in_GDUF, w_out_GFD, *(biases or (None, None)), *adapters)
+    weights = ExpertWeights(w_in_GDUF, w_out_GFD, *(biases or (None, None)), *adapters)
     if implementation == "blocked":
-        return blocked_mlp(Form(limit), x_MD, weights, sizes_G, one_M1)
+        return blocked_mlp(MlpForm(limit), x_MD, weights, sizes_G, one_M1)
     weights = flat(weights)
     multiply = partial(_multiply, sizes_G=sizes_G, implementation=implementation)
     # Backward keeps the activation's operand alone, instead of float32 values between.
@@ -116,14 +116,14 @@ def _padded(adapter: Factors, multiple: int) -> Factors:
 
 def expert_mlp_adding(
     x_MD: jax.Array,
-    weights: Weights,
-    sums: Weights,
+    weights: ExpertWeights,
+    sums: ExpertWeights,
     sizes_G: jax.Array,
     *,
     limit: float | None = None,
     met: int | None = None,
     one_M1: jax.Array | None = None,
-) -> tuple[jax.Array, Weights]:
+) -> tuple[jax.Array, ExpertWeights]:
     """Returns `y_MD` of the blocked form, and `sums` as they are.
 
     Weights have no gradient of their own: backward adds it in place to the gradient of the returned
@@ -132,8 +132,8 @@ def expert_mlp_adding(
 
     Args:
       weights: w_in_GDUF and w_out_GFD, biases and adapters.
-      sums: sums for the trained weights (`Weights.split`), float32. Their values are never read.
+      sums: sums for the trained weights (`ExpertWeights.split`), float32; their values are unread.
       met: groups that are likely to have rows, for the price; None for all.
       one_M1: as in `expert_mlp`.
     """
-    return blocked_mlp_adding(Form(limit, met), x_MD, weights, sums, sizes_G, one_M1)
+    return blocked_mlp_adding(MlpForm(limit, met), x_MD, weights, sums, sizes_G, one_M1)

@@ -15,10 +15,10 @@ class Factors(NamedTuple):
     """Factors of an adapter, of all groups or of one: x @ a @ b is added to x @ w."""
 
     a: jax.Array  # [X, A]
-    b: jax.Array  # [A, Y]; of `Weights.in_adapter` [A, 2, F]
+    b: jax.Array  # [A, Y]; of `ExpertWeights.in_adapter` [A, 2, F]
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """Weights of all groups (G in front), or of one; their gradients.
 
     With an adapter all but adapters are frozen, and have no gradients: None stands for them.
@@ -31,9 +31,9 @@ class Weights(NamedTuple):
     in_adapter: Factors | None = None
     out_adapter: Factors | None = None
 
-    def split(self) -> "tuple[Weights, Weights]":
+    def split(self) -> "tuple[ExpertWeights, ExpertWeights]":
         """Returns the trained weights, and the frozen ones; None stands for the others."""
-        adapters = Weights(None, None, None, None, self.in_adapter, self.out_adapter)
+        adapters = ExpertWeights(None, None, None, None, self.in_adapter, self.out_adapter)
         if self.adapters == (None, None):
             return self, adapters
         return adapters, self._replace(in_adapter=None, out_adapter=None)
@@ -48,12 +48,12 @@ class Weights(NamedTuple):
         """Adapters of both products."""
         return self.in_adapter, self.out_adapter
 
-    def joined(self, others: "Weights") -> "Weights":
+    def joined(self, others: "ExpertWeights") -> "ExpertWeights":
         """The inverse of `split`."""
-        return Weights._make(x if y is None else y for x, y in zip(self, others, strict=True))
+        return ExpertWeights._make(x if y is None else y for x, y in zip(self, others, strict=True))
 
 
-def flat(weights: Weights) -> Weights:
+def flat(weights: ExpertWeights) -> ExpertWeights:
     """Weights of all groups or of one, with gate and up in one dimension."""
 
     def joined(x: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def times_transposed(dy_BY: jax.Array, w_XY: jax.Array, adapter: Factors | None)
     return dx_BX if adapter is None else dx_BX + (dy_BY @ adapter.b.T) @ adapter.a.T
 
 
-def weight_gradients(w: Weights, x_BD, dh_BW, a_BF, dy_BD) -> Weights:
+def weight_gradients(w: ExpertWeights, x_BD, dh_BW, a_BF, dy_BD) -> ExpertWeights:
     """Returns the trained weights' gradients from these rows, float32.
 
     Args:
@@ -89,8 +89,8 @@ def weight_gradients(w: Weights, x_BD, dh_BW, a_BF, dy_BD) -> Weights:
     if w.adapters != (None, None):
         in_adapter = _factor_gradients(x_BD, dh_BW, w.in_adapter)
         out_adapter = _factor_gradients(a_BF, dy_BD, w.out_adapter)
-        return Weights(None, None, None, None, in_adapter, out_adapter)
-    part = Weights(_outer(x_BD, dh_BW), _outer(a_BF, dy_BD))
+        return ExpertWeights(None, None, None, None, in_adapter, out_adapter)
+    part = ExpertWeights(_outer(x_BD, dh_BW), _outer(a_BF, dy_BD))
     if w.b_in is None:
         return part
     return part._replace(b_in=_sum_rows(dh_BW), b_out=_sum_rows(dy_BD))

@@ -69,7 +69,7 @@ def grouped_matmul(
         for half, part in enumerate(parts):
             store(0, part, column * COLUMNS + half * HALF)
 
-    form = Form(window, finish, ((N,),), N, transposed)
+    form = ProductForm(window, finish, ((N,),), N, transposed)
     return _multiply(x_MK, w_GKN, schedule, form)[0]
 
 
@@ -91,12 +91,12 @@ def grouped_swiglu(
         store(1, gate, column * HALF, 0)
         store(1, up, column * HALF, 1)
 
-    form = Form(window, finish, ((F,), (2, F)), 2 * F, transposed=False)
+    form = ProductForm(window, finish, ((F,), (2, F)), 2 * F, transposed=False)
     a_MF, h_MUF = _multiply(x_MK, w_GKUF, schedule, form)
     return a_MF, h_MUF.reshape(-1, 2 * F)
 
 
-class Form(NamedTuple):
+class ProductForm(NamedTuple):
     """The parts in which products differ.
 
     Attributes:
@@ -114,7 +114,9 @@ class Form(NamedTuple):
     transposed: bool
 
 
-def _multiply(x_MK: jax.Array, w: jax.Array, schedule: jax.Array, form: Form) -> list[jax.Array]:
+def _multiply(
+    x_MK: jax.Array, w: jax.Array, schedule: jax.Array, form: ProductForm
+) -> list[jax.Array]:
     """The products of all tiles."""
     whole, groups = x_MK.shape[0], w.shape[0]
     x_MK = pad_rows(x_MK, ALIGNED)
@@ -141,7 +143,7 @@ def _multiply(x_MK: jax.Array, w: jax.Array, schedule: jax.Array, form: Form) ->
 
 def _multiply_tile(
     wg: jax.Array,
-    form: Form,
+    form: ProductForm,
     grid: Grid,
     schedule: TileSchedule,
     buffers: Buffers,

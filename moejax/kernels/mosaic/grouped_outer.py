@@ -37,7 +37,7 @@ from moejax.kernels.mosaic.tiles import (
 DEPTH = 64  # rows of one step
 
 
-class Buffers(NamedTuple):
+class OuterBuffers(NamedTuple):
     """Shared memory of a thread block."""
 
     x: Any  # [STAGES, 2, DEPTH, OWN], a half for each warpgroup
@@ -46,7 +46,7 @@ class Buffers(NamedTuple):
     ring: Any
 
 
-class Extent(NamedTuple):
+class Tiling(NamedTuple):
     """Tiles of one group's result, and thread blocks that take turns at all tiles."""
 
     tall: int
@@ -80,25 +80,25 @@ def grouped_outer(
     K, N, G = x_MK.shape[1], y_MN.shape[1], groups
     tall, wide = pl.cdiv(K, ROWS), pl.cdiv(N, COLUMNS)
     count = G * tall * wide
-    extent = Extent(tall, wide, min(MULTIPROCESSORS, count))
+    tiling = Tiling(tall, wide, min(MULTIPROCESSORS, count))
 
     def sum_outer(schedule_gmem, x_gmem, y_gmem, w_gmem, buffers):
         wg = lax.axis_index("wg")
-        position_of = partial(_group_position, extent, unpacked(schedule_gmem))
+        position_of = partial(_group_position, tiling, unpacked(schedule_gmem))
         specialize(
             wg,
-            turns_of(count, extent.blocks),
+            turns_of(count, tiling.blocks),
             partial(_load_tile, position_of, buffers, x_gmem, y_gmem),
             partial(_multiply_tile, wg, position_of, buffers, w_gmem),
         )
 
     out_type, buffers = jax.ShapeDtypeStruct((G, K, N), dtype), _buffers(x_MK.dtype, dtype)
-    return run_warpgroups(sum_outer, out_type, extent.blocks, buffers)(schedule, x_MK, y_MN)
+    return run_warpgroups(sum_outer, out_type, tiling.blocks, buffers)(schedule, x_MK, y_MN)
 
 
-def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
+def _buffers(dtype: Any, result_dtype: Any) -> OuterBuffers:
     width = 128 // jnp.dtype(result_dtype).itemsize
-    return Buffers(
+    return OuterBuffers(
         plgpu.SMEM((STAGES, 2, DEPTH, OWN), dtype, transforms=tiled(64)),
         plgpu.SMEM((STAGES, 2, DEPTH, HALF), dtype, transforms=tiled(64)),
         plgpu.SMEM((2, OWN, PIECE), result_dtype, transforms=tiled(width)),
@@ -106,18 +106,20 @@ def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
     )
 
 
-def _group_position(extent: Extent, schedule: TileSchedule, turn: Any) -> GroupPosition:
-    index = turn * extent.blocks + lax.axis_index("block")
-    tiles = extent.tall * extent.wide
+def _group_position(tiling: Tiling, schedule: TileSchedule, turn: Any) -> GroupPosition:
+    index = turn * tiling.blocks + lax.axis_index("block")
+    tiles = tiling.tall * tiling.wide
     group, tile = lax.div(index, tiles), lax.rem(index, tiles)
-    row, column = lax.div(tile, extent.wide) * ROWS, lax.rem(tile, extent.wide) * COLUMNS
+    row, column = lax.div(tile, tiling.wide) * ROWS, lax.rem(tile, tiling.wide) * COLUMNS
     start, end = schedule.group_start_G[group], schedule.group_end_G[group]
     first = pl.multiple_of(lax.div(start, ALIGNED) * ALIGNED, ALIGNED)
     steps = jnp.where(end > start, lax.div(end - first + DEPTH - 1, DEPTH), 0)
     return GroupPosition(group, row, column, first, start, end, steps)
 
 
-def _load_tile(tile_position, buffers: Buffers, x_gmem, y_gmem, turn, step: jax.Array) -> jax.Array:
+def _load_tile(
+    tile_position, buffers: OuterBuffers, x_gmem, y_gmem, turn, step: jax.Array
+) -> jax.Array:
     """The copying warpgroup's part of a turn."""
     position = tile_position(turn)
 
@@ -132,7 +134,9 @@ def _load_tile(tile_position, buffers: Buffers, x_gmem, y_gmem, turn, step: jax.
     return load_steps(copies, position.steps, step, buffers.ring)
 
 
-def _multiply_tile(wg, tile_position, buffers: Buffers, w_gmem, turn, step: jax.Array) -> jax.Array:
+def _multiply_tile(
+    wg, tile_position, buffers: OuterBuffers, w_gmem, turn, step: jax.Array
+) -> jax.Array:
     """A multiplying warpgroup's part of a turn."""
     position = tile_position(turn)
 

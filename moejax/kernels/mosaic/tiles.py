@@ -46,7 +46,7 @@ class TileSchedule(NamedTuple):
     group_end_G: Any
 
 
-class Field(NamedTuple):
+class ScheduleField(NamedTuple):
     """In a kernel: a field of a packed schedule."""
 
     packed: Any
@@ -65,7 +65,7 @@ def packed(schedule: TileSchedule) -> jax.Array:
 
 def unpacked(schedule: Any) -> TileSchedule:
     """In a kernel: the fields of a packed schedule."""
-    return TileSchedule(*(Field(schedule, row) for row in range(len(TileSchedule._fields))))
+    return TileSchedule(*(ScheduleField(schedule, row) for row in range(len(TileSchedule._fields))))
 
 
 def schedule_rows(sizes_G: jax.Array, num_rows: int) -> TileSchedule:

@@ -18,7 +18,7 @@ from moejax.errors import InputError
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
 from moejax.moe.dispatch import ROUND_SHARE
-from moejax.moe.sizes import Sizes, expert_capacity, usual_sizes
+from moejax.moe.sizes import BucketSizes, expert_capacity, usual_sizes
 from moejax.plan.price.cost import BucketFill
 
 RARE = 0.01  # a chance below it is none
@@ -129,7 +129,12 @@ def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:
 
 
 def _layer(
-    share_E: tuple[float, ...], cfg: Config, layout: Layout, route: Route, sizes: Sizes, tokens: int
+    share_E: tuple[float, ...],
+    cfg: Config,
+    layout: Layout,
+    route: Route,
+    sizes: BucketSizes,
+    tokens: int,
 ) -> list[tuple[float, BucketFill]]:
     """Returns the chances of a layer: that its buckets hold all rows, and that there are rounds."""
     if not route.exchanges:
@@ -163,7 +168,7 @@ def _layer(
 
 
 def _overflow(
-    rows_E: list[float], tokens: int, layout: Layout, route: Route, sizes: Sizes, devices: int
+    rows_E: list[float], tokens: int, layout: Layout, route: Route, sizes: BucketSizes, devices: int
 ) -> tuple[float, float]:
     """Returns the chance that a bucket anywhere is too small, and by how many rows."""
     held, over, owners, sources, total, E = 1.0, 0.0, 1, 1, sum(rows_E), len(rows_E)

@@ -26,7 +26,7 @@ BANDWIDTHS = {
 RateChange = Callable[[float], Topology]
 
 
-class Steps:
+class ChangedSteps:
     """A plan's step on a cluster and on changed versions of it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Steps:
         return self.known[rate, factor]
 
 
-def sensitivity(best: Steps, other: Steps) -> list[dict[str, str | float | None]]:
+def sensitivity(best: ChangedSteps, other: ChangedSteps) -> list[dict[str, str | float | None]]:
     """Returns for each rate the factor by which it alone must change for `other` to win.
 
     None: no factor between 1/16 and 16 is enough.

@@ -4,14 +4,13 @@ Python collects the data; `page.html` and `page.js` draw it. Names from users' f
 embedded as JSON in which no tag can end, and the page shows them as text, never as markup.
 """
 
-import json
-import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moejax.errors import write_whole
+from moejax.html import embed, filled
 from moejax.layout import route
 from moejax.model.count import count
 from moejax.plan.cluster.topology import Topology
@@ -19,7 +18,7 @@ from moejax.plan.price import terms
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import SimulatedStep
 from moejax.plan.price.routing import ExpertLoad
-from moejax.plan.price.sensitivity import Steps, sensitivity
+from moejax.plan.price.sensitivity import ChangedSteps, sensitivity
 from moejax.plan.report import tables
 from moejax.plan.search.search import SearchResult
 from moejax.plan.search.space import RULES
@@ -34,19 +33,10 @@ SEARCH = ("meshes", "traced", "too_large", "seconds", "cut")
 
 def write_report(result: SearchResult, topology: Topology, load: ExpertLoad, path: Path) -> None:
     """Writes the page. Takes a second or two, because it simulates plans on changed clusters."""
-    parts = {
-        "SCRIPT": SCRIPT.read_text("utf-8"),
-        "DATA": embed(report_data(result, topology, load)),
-    }
-    page = re.sub(r"{{(SCRIPT|DATA)}}", lambda match: parts[match[1]], TEMPLATE.read_text("utf-8"))
+    data = embed(report_data(result, topology, load))
+    page = filled(TEMPLATE, SCRIPT=SCRIPT.read_text("utf-8"), DATA=data)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, page)
-
-
-def embed(data: Any) -> str:
-    """Returns JSON that is safe in a script element: it begins no tag and no comment."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> dict[str, Any]:
@@ -56,7 +46,7 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
     shown = tables.named_rows(ranked, result)
     rule = result.rules.get(result.best_rule or "")
     asked = [plan for _, plan in shown[1:] if plan in result.ranked[:ASKED] or plan is rule]
-    steps = {id(plan): Steps(plan, topology, load) for plan in (best, *asked)}
+    steps = {id(plan): ChangedSteps(plan, topology, load) for plan in (best, *asked)}
     changes = {id(plan): sensitivity(steps[id(best)], steps[id(plan)]) for plan in asked}
     drawn = [(name, plan) for name, plan in shown if plan in result.ranked[:2] or plan is rule]
     return {
@@ -132,7 +122,7 @@ def _traffic(plan: PricedPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(plan: PricedPlan, steps: Steps) -> dict[str, Any]:
+def _memory(plan: PricedPlan, steps: ChangedSteps) -> dict[str, Any]:
     """Returns the step's arguments by kind, and its temporaries at the peak by scope.
 
     Arrays stacked by loops have own names.

@@ -13,7 +13,7 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.cost import group_of
-from moejax.step.pipeline.schedule import Schedule, build_schedule
+from moejax.step.pipeline.schedule import PipelineSchedule, build_schedule
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 # Bytes of activations that a block keeps for backward, by recomputation; rough.
@@ -167,7 +167,7 @@ class Estimate:
         return kept * self.cfg.model.blocks
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> PipelineSchedule:
         """The schedule of stages."""
         mesh = self.cfg.mesh
         micro, chunks = self.cfg.train.micro_batches, self.cfg.model.stage_chunks

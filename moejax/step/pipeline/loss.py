@@ -1,7 +1,7 @@
 """Loss of the last stage's hidden states: each stage computes it for its share of the positions.
 
 Per device, inside the shard_map of the training mesh. The block of `model.predict_ahead` follows
-the last stage's layers, so it runs here too, on the same share of the positions (`block.Share`).
+the last stage's layers, so it runs here too, on the same positions (`block.PositionShare`).
 
 Letters: those of `layout.layout`, with T the positions of this stage's share; S all positions;
 M micro-batches, k a micro-batch in the order in which stages run them.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from moejax.comm import context, links
 from moejax.comm.weights.adapters import Weight
 from moejax.model.ahead import next_tokens, targets_ahead
-from moejax.model.block import Share
+from moejax.model.block import PositionShare
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.step.full_batch import NumTargets
@@ -124,7 +124,7 @@ class OutputHead:
         next_BT, ahead_BT = (
             links.share_of_positions(x, staged.layout) for x in (next_BS, ahead_BS)
         )
-        share, noise = Share(staged.layout, segment_BS), staged.noise(*staged.owner(k))
+        share, noise = PositionShare(staged.layout, segment_BS), staged.noise(*staged.owner(k))
         x_BTD, stats = model.look_ahead_in_share(y_BtD, next_BT, share, noise)
         coefficient = staged.model.cfg.train.predict_ahead_loss
         return AheadTargets(x_BTD, ahead_BT, num_targets, coefficient), stats

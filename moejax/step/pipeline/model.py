@@ -42,7 +42,7 @@ from moejax.step.state import Batch, TrainState, Tree
 Past = list[jax.Array]  # keys and values of earlier slices: `Slice.past`
 
 
-class Task(NamedTuple):
+class StageTask(NamedTuple):
     """One micro-batch, or one slice of it, in one virtual stage; scalars.
 
     Attributes:
@@ -130,7 +130,9 @@ class StagedModel:
         every = sum(map(len, jax.tree.leaves(state.router_bias)))
         self.expert_layers = every + here * (self.stages - 1)
 
-    def link(self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array) -> links.Link:
+    def link(
+        self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array
+    ) -> links.StageLink:
         """Returns the link between stages for arrays like x [B, t, D]."""
         return links.build_link(traffic, self.layout, self.model.spec.codecs, x_BtD)
 
@@ -139,11 +141,11 @@ class StagedModel:
         params = self.weights.join(outer, self.weights.layers)
         return self.model.merge(params, self.state.router_bias)
 
-    def task(self, n: jax.Array, section: jax.Array) -> Task:
+    def task(self, n: jax.Array, section: jax.Array) -> StageTask:
         """Returns task n of this stage; in the bubble the nearest micro-batch's, not valid.
 
         Args:
-          section: `Schedule.section` of the task.
+          section: `PipelineSchedule.section` of the task.
         """
         schedule, zero = self.schedule, jnp.int32(0)
         k, valid = self.nearest(schedule.micro_batch(n))
@@ -151,7 +153,7 @@ class StagedModel:
             jnp.asarray(x)[section] for x in (schedule.first_groups, schedule.saved_groups)
         )
         virtual_stage, slice_index = (zero, section) if schedule.slices > 1 else (section, zero)
-        return Task(
+        return StageTask(
             micro_batch=k,
             virtual_stage=virtual_stage,
             slice_index=slice_index,
@@ -161,7 +163,7 @@ class StagedModel:
             valid=valid,
         )
 
-    def forward_task(self, t: jax.Array) -> Task:
+    def forward_task(self, t: jax.Array) -> StageTask:
         """Returns the task that this stage runs forward at tick t."""
         n = t - self.stage_index
         return self.task(n, self.schedule.section(n))
@@ -246,7 +248,7 @@ class StagedModel:
         return (x_BtD, loss), parts
 
     def run_layer(
-        self, weights: Tree, past: Past, x_BtD: jax.Array, task: Task, index: jax.Array
+        self, weights: Tree, past: Past, x_BtD: jax.Array, task: StageTask, index: jax.Array
     ) -> tuple[jax.Array, MoEStats | None, Past]:
         """Runs one of this stage's layers on a task. Its backward saves what `model.remat` says.
 

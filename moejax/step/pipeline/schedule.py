@@ -74,7 +74,7 @@ class Cycle(NamedTuple):
     phases: tuple[Phase, ...]
 
 
-class Schedule(NamedTuple):
+class PipelineSchedule(NamedTuple):
     """A schedule for some stages and micro-batches.
 
     Attributes:
@@ -191,7 +191,7 @@ class Schedule(NamedTuple):
 
 def build_schedule(
     name: str, stages: int, micro_batches: int, virtual_stages: int = 1, slices: int = 1
-) -> Schedule:
+) -> PipelineSchedule:
     """Returns a schedule by the name that `mesh.schedule` has for it.
 
     Args:
@@ -204,10 +204,10 @@ def build_schedule(
         # and the next micro-batch begins N ticks after each.
         ticks = (2 * (stages + slices - 1 - slice_index) for slice_index in range(slices))
         groups = tuple(min(-(-t // slices), micro_batches) for t in ticks)
-        return Schedule(stages, micro_batches, groups, slices=slices)
+        return PipelineSchedule(stages, micro_batches, groups, slices=slices)
     # On the first stage backward of virtual stage v follows its forward after 2 (V - v) P ticks,
     # and the next group begins V P ticks after each.
     most = micro_batches // stages
     groups = tuple(min(2 if 2 * v < virtual_stages else 1, most) for v in range(virtual_stages))
     combined = name == "combined_1f1b"
-    return Schedule(stages, micro_batches, groups, combined, virtual_stages)
+    return PipelineSchedule(stages, micro_batches, groups, combined, virtual_stages)

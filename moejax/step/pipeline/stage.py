@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.step.pipeline.model import Past, RouterParts, StagedModel, Task
-from moejax.step.pipeline.schedule import Schedule
+from moejax.step.pipeline.model import Past, RouterParts, StagedModel, StageTask
+from moejax.step.pipeline.schedule import PipelineSchedule
 from moejax.step.pipeline.weights import entry
 from moejax.step.state import Tree
 
@@ -80,7 +80,7 @@ class Layers:
         return lax.scan(body, carry, jnp.arange(self.count), unroll=unroll)
 
     def forward(
-        self, x_BtD: jax.Array, task: Task, layer: jax.Array, past: Past
+        self, x_BtD: jax.Array, task: StageTask, layer: jax.Array, past: Past
     ) -> tuple[jax.Array, Past, Arrays, RouterParts]:
         """Runs a layer.
 
@@ -110,7 +110,7 @@ class Layers:
         return y_BtD, keys_values, [x for x, weight in pairs if weight is None], parts
 
     def backward(
-        self, saved: Arrays, task: Task, layer: jax.Array, past: Past, gradients: Gradients
+        self, saved: Arrays, task: StageTask, layer: jax.Array, past: Past, gradients: Gradients
     ) -> Gradients:
         """Runs gradients backward through a layer.
 
@@ -132,7 +132,7 @@ class Layers:
         pairs = zip(gradients.past, earlier, strict=True)
         return Gradients(dx_BtD, sums, [_add_at(x, g, layer) for x, g in pairs])
 
-    def run(self, x_BtD: jax.Array, task: Task) -> jax.Array:
+    def run(self, x_BtD: jax.Array, task: StageTask) -> jax.Array:
         """Returns the output [B, t, D] of a virtual stage, and saves nothing."""
 
         def run_one(x_BtD: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
@@ -142,7 +142,9 @@ class Layers:
 
         return self.scan(run_one, x_BtD)[0]
 
-    def run_saving(self, x_BtD: jax.Array, task: Task) -> tuple[jax.Array, Arrays, RouterParts]:
+    def run_saving(
+        self, x_BtD: jax.Array, task: StageTask
+    ) -> tuple[jax.Array, Arrays, RouterParts]:
         """Returns the output of a virtual stage, its residuals [R, ...], and its parts."""
         past = [jnp.zeros(x.shape, x.dtype) for x in self.staged.past_shapes(x_BtD)]
 
@@ -160,7 +162,7 @@ class SavingStage:
     def __init__(self, staged: StagedModel):
         self.layers = Layers(staged)
 
-    def empty_slots(self, schedule: Schedule, x_BtD: jax.Array) -> Slots:
+    def empty_slots(self, schedule: PipelineSchedule, x_BtD: jax.Array) -> Slots:
         """Returns zeros in the slots of a schedule.
 
         Args:
@@ -173,7 +175,7 @@ class SavingStage:
         return Slots(saved, [jnp.zeros((*stacked, *x.shape), x.dtype) for x in past])
 
     def forward(
-        self, slots: Slots, x_BtD: jax.Array, task: Task
+        self, slots: Slots, x_BtD: jax.Array, task: StageTask
     ) -> tuple[Slots, jax.Array, RouterParts]:
         """Runs a task forward. Returns the slots, its output [B, t, D], and its parts."""
 
@@ -185,7 +187,9 @@ class SavingStage:
         (slots, y_BtD), parts = self.layers.scan(run_one, (slots, x_BtD))
         return slots, y_BtD, _joined(parts)
 
-    def backward(self, slots: Slots, task: Task, gradients: Gradients) -> tuple[Gradients, None]:
+    def backward(
+        self, slots: Slots, task: StageTask, gradients: Gradients
+    ) -> tuple[Gradients, None]:
         """Runs a task backward. Returns the gradients, and no parts: forward returned them."""
 
         def run_one(gradients: Gradients, index: jax.Array) -> tuple[Gradients, None]:
@@ -194,7 +198,12 @@ class SavingStage:
         return self.layers.scan(run_one, gradients)[0], None
 
     def forward_and_backward(
-        self, slots: Slots, x_BtD: jax.Array, forward: Task, backward: Task, gradients: Gradients
+        self,
+        slots: Slots,
+        x_BtD: jax.Array,
+        forward: StageTask,
+        backward: StageTask,
+        gradients: Gradients,
     ) -> tuple[Slots, jax.Array, RouterParts, Gradients]:
         """Alternates a layer of one task forward and a layer of another backward.
 
@@ -211,7 +220,7 @@ class SavingStage:
         (slots, y_BtD, gradients), parts = self.layers.scan(run_one, carry)
         return slots, y_BtD, _joined(parts), gradients
 
-    def _forward(self, slots: Slots, x_BtD: jax.Array, task: Task, layer: jax.Array) -> Any:
+    def _forward(self, slots: Slots, x_BtD: jax.Array, task: StageTask, layer: jax.Array) -> Any:
         """Runs one layer forward. Returns the slots, its output, and its parts."""
         past = [_get(array, task.past_slot, layer) for array in slots.past]
         y_BtD, keys_values, residuals, parts = self.layers.forward(x_BtD, task, layer, past)
@@ -226,7 +235,7 @@ class SavingStage:
         return Slots(saved, past), y_BtD, parts
 
     def _backward(
-        self, slots: Slots, task: Task, gradients: Gradients, index: jax.Array
+        self, slots: Slots, task: StageTask, gradients: Gradients, index: jax.Array
     ) -> Gradients:
         """Runs gradients backward through the layer that is `index` before the last."""
         layer = self.layers.count - 1 - index
@@ -241,11 +250,13 @@ class RecomputingStage:
     def __init__(self, staged: StagedModel):
         self.layers = Layers(staged)
 
-    def empty_slots(self, schedule: Schedule, x_BtD: jax.Array) -> Slots:
+    def empty_slots(self, schedule: PipelineSchedule, x_BtD: jax.Array) -> Slots:
         """As `SavingStage.empty_slots`."""
         return Slots([jnp.zeros((schedule.slots, *x_BtD.shape), x_BtD.dtype)], [])
 
-    def forward(self, slots: Slots, x_BtD: jax.Array, task: Task) -> tuple[Slots, jax.Array, None]:
+    def forward(
+        self, slots: Slots, x_BtD: jax.Array, task: StageTask
+    ) -> tuple[Slots, jax.Array, None]:
         """As `SavingStage.forward`, but returns no parts: backward does."""
         (saved,) = slots.saved
         x = jnp.where(task.valid, x_BtD, entry(saved, task.slot))
@@ -253,7 +264,7 @@ class RecomputingStage:
         return Slots([saved], []), self.layers.run(x_BtD, task), None
 
     def backward(
-        self, slots: Slots, task: Task, gradients: Gradients
+        self, slots: Slots, task: StageTask, gradients: Gradients
     ) -> tuple[Gradients, RouterParts]:
         """Runs a task forward again, and backward. Returns the gradients and the task's parts."""
         _, residuals, parts = self.layers.run_saving(entry(slots.saved[0], task.slot), task)
@@ -266,10 +277,10 @@ class RecomputingStage:
         return self.layers.scan(run_one, gradients)[0], parts
 
 
-def any_task() -> Task:
+def any_task() -> StageTask:
     """Returns a task for traces of which only shapes count."""
     zero = jnp.int32(0)
-    return Task(zero, zero, zero, zero, zero, zero, jnp.bool_(True))
+    return StageTask(zero, zero, zero, zero, zero, zero, jnp.bool_(True))
 
 
 def build_stage(staged: StagedModel) -> RecomputingStage | SavingStage:

@@ -35,7 +35,7 @@ from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.pipeline.inputs import add, sums_like, zeros_of
 from moejax.step.pipeline.loss import HeadParts, OutputHead
-from moejax.step.pipeline.model import RouterParts, StagedModel, Task
+from moejax.step.pipeline.model import RouterParts, StagedModel, StageTask
 from moejax.step.pipeline.schedule import Cycle, Phase
 from moejax.step.pipeline.stage import Gradients, SavingStage, Slots, any_task, build_stage
 from moejax.step.pipeline.transfers import Activations, ActivationTransfers
@@ -258,7 +258,7 @@ class Ticks:
 
     def backward_task(
         self, state: TickState, dy_BtD: jax.Array, t: jax.Array, phase: Phase
-    ) -> tuple[Task, Gradients]:
+    ) -> tuple[StageTask, Gradients]:
         """Returns the task that runs backward at tick t, and the gradients that it starts from.
 
         Args:
@@ -276,7 +276,7 @@ class Ticks:
         past = [jnp.where(is_last, 0, x) for x in state.past]
         return task, Gradients(jnp.where(task.valid, dy_BtD, 0), state.layers, past)
 
-    def with_gradients(self, state: TickState, gradients: Gradients, task: Task) -> TickState:
+    def with_gradients(self, state: TickState, gradients: Gradients, task: StageTask) -> TickState:
         """Returns the state with the gradients of a task that has run backward."""
         errors, of_loss = state.codec_errors
         error = None if errors is None else entry(errors, task.virtual_stage)
@@ -292,7 +292,7 @@ class Ticks:
         )
 
 
-def _add_parts(state: TickState, parts: RouterParts | None, task: Task) -> TickState:
+def _add_parts(state: TickState, parts: RouterParts | None, task: StageTask) -> TickState:
     """Returns the state with a task's parts added, if there are any and the task is valid."""
     if parts is None:
         return state

@@ -15,7 +15,7 @@ from moejax.train.records.metrics import has_targets
 from moejax.train.run import Run
 
 
-class Skipped(NamedTuple):
+class SkippedUpdate(NamedTuple):
     """An update that was not applied."""
 
     step: int
@@ -107,7 +107,7 @@ class StepCheck:
         self._skipped_in_a_row = 0 if self._skipped == before else self._skipped_in_a_row + 1
         if self._skipped_in_a_row:
             loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-            skipped = Skipped(step, loss, norm, self._skipped_in_a_row)
+            skipped = SkippedUpdate(step, loss, norm, self._skipped_in_a_row)
             self._run.records.event("skipped", step, loss=loss, gradient_norm=norm)
             if skipped.in_a_row == 1:
                 self._run.display.note(f"warning: update of step {step} skipped: {skipped.reason}")
@@ -121,7 +121,7 @@ class StepCheck:
     def _rollbacks_left(self) -> int:
         return self._run.cfg.train.rollbacks - len(self._run.inputs.skipped)
 
-    def _go_back_or_end(self, skipped: Skipped) -> None:
+    def _go_back_or_end(self, skipped: SkippedUpdate) -> None:
         first = skipped.step - skipped.in_a_row + 1
         if self._rollbacks_left() <= 0:
             raise divergence(self._run, skipped, first)
@@ -143,7 +143,7 @@ class StepCheck:
         run.display.note(f"warning: {seen}{used}")
 
 
-def divergence(run: Run, skipped: Skipped, first: int) -> DivergedError:
+def divergence(run: Run, skipped: SkippedUpdate, first: int) -> DivergedError:
     """Records that a run diverged, and returns the error. Step `first` is the first skipped one."""
     run.record_saved(run.checkpoints.wait())
     directory = run.checkpoints.directory

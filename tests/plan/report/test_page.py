@@ -12,7 +12,7 @@ from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.sensitivity import break_even, changes
 from moejax.plan.price.terms import terms
 from moejax.plan.report import page as report
-from moejax.plan.report.page import SCRIPT, TEMPLATE, embed, write_report
+from moejax.plan.report.page import SCRIPT, TEMPLATE, write_report
 from moejax.plan.search.search import SearchResult
 from tests.browser import open_browser, opened_pages
 from tests.cases import small_config
@@ -132,13 +132,6 @@ def test_hostile_names_stay_data(page, data):
     assert text.count("<script") == text.count("</script") == 2
     assert "alert(1)</script" not in text
     assert "<!--<b>" not in text
-
-
-def test_embedded_json_has_nothing_that_ends_it():
-    assert not set(embed({"a": HOSTILE})) & set("<>&")
-    assert json.loads(embed({"a": HOSTILE})) == {"a": HOSTILE}
-    with pytest.raises(ValueError, match="JSON compliant"):
-        embed(math.nan)
 
 
 def test_the_page_asks_for_nothing_from_elsewhere():
