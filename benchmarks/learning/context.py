@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.machine import RESULTS, ROOT, stamp
 
-STEPS = 30
+STEPS = 15
 MODEL = (
     "model.vocab_size=264",
     "model.width=64",
