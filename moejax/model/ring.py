@@ -115,7 +115,9 @@ def _backward(ring: Ring, saved, dy_BTHV):
         return arrived_BTGX + own_BTGX, dq_BTHC + dq
 
     def add_and_pass(carry, hop):
-        return (_pass_on(ring, carry[0]), *add(*carry, hop)), None
+        kv_BTGX, dkv_BTGX, dq_BTHC = carry
+        sums = add(kv_BTGX, dkv_BTGX, dq_BTHC, hop)
+        return (_pass_on(ring, kv_BTGX), *sums), None
 
     last = _devices(ring) - 1
     carry = _pass_on(ring, kv_BTGX), *gradients(kv_BTGX, 0)
