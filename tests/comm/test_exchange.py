@@ -130,7 +130,7 @@ def test_strangers_at_the_port_change_nothing(monkeypatch, everything_exchanged,
     share, strangers = peers._share, []
 
     def shared(name, value):
-        if name == "places":
+        if name == "addresses":
             for _ in range(3):
                 strangers.append(socket.create_connection(value[0][:2]))
                 strangers[-1].sendall(said)
