@@ -272,7 +272,8 @@ def build_step(
       platform: "cpu", "gpu" or "tpu"; decides the kernels, together with the devices.
       codecs: codecs of its steps; by default those of the first step.
       stacked: whether the repeats of a layer group share arrays, as in a checkpoint.
-      rounds, documents: as in `StepSpec`.
+      rounds: as in `StepSpec`.
+      documents: as in `StepSpec`.
     """
     priced = {"rounds": rounds, "documents": documents}
     spec = build_spec(cfg, mesh, platform, codecs, stacked=stacked, **priced)
