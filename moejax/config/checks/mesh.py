@@ -1,14 +1,12 @@
 """Rules between the mesh and the sizes that its axes divide."""
 
 import dataclasses
-import itertools
 import math
-import operator
 
 from moejax.config.checks.size import machine_memory, state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression
-from moejax.config.parts import node_parts
+from moejax.config.parts import node_parts, sharing_counts
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError
 
@@ -189,9 +187,7 @@ def check_context(cfg: Config) -> None:
 
 def _check_context_axes(mesh: MeshConfig) -> None:
     """Checks that whole mesh axes share a sequence, after those that span nodes are split."""
-    parts = node_parts({axis: getattr(mesh, axis) for axis in AXES}, mesh.nodes or 1)
-    sizes = [size for axis in ("expert", "fsdp") for size in reversed(parts[axis])]
-    choices = sorted(set(itertools.accumulate(sizes, operator.mul, initial=1)))
+    choices = sharing_counts({axis: getattr(mesh, axis) for axis in AXES}, mesh.nodes or 1)
     require(
         mesh.context in choices,
         f"`mesh.context` = {mesh.context} is no product of whole axes: the last of mesh.fsdp = "

@@ -71,6 +71,7 @@ class Extent(NamedTuple):
         first_NM = np.maximum(none, back)
         seen = np.maximum(none, last_NM // block - first_NM // block + 1)
         share = self.inside if self.window is None else 1.0
+        # Blocks of several queries visit one block of keys at least, however short the documents.
         each = np.where(seen > 0, np.maximum(share * seen, min(rows, 2) - 1), 0)
         return float(np.sum(each)) / len(self.starts) * (queries / run)
 

@@ -7,15 +7,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
-from operator import mul
+from itertools import product
 from typing import Any
 
 from moejax.config.checks import AXES, check, resolve_mesh
 from moejax.config.checks.planned import CHOSEN, CHUNKS, CODECS, EXCHANGE, MESH, REDUCTION
 from moejax.config.compression import GRADIENTS, PRESETS, STAGES
 from moejax.config.fields import change, fields, get_value
-from moejax.config.parts import node_parts
+from moejax.config.parts import sharing_counts
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError
@@ -115,13 +114,10 @@ def sharing(cfg: Config, limits: Limits, mesh: dict[str, Any]) -> list[dict[str,
     """Returns the ways in which devices of a mesh may share sequences, fewest devices first.
 
     They share where sequences are fewer than devices, as few as need be, and for long sequences
-    also twice and four times as many.
+    also the next two numbers that whole axes give.
     """
-    sizes = {axis: mesh[f"mesh.{axis}"] for axis in AXES}
-    parts = node_parts(sizes, limits.nodes)
-    suffix = [size for axis in ("expert", "fsdp") for size in reversed(parts[axis])]
+    counts = sharing_counts({axis: mesh[f"mesh.{axis}"] for axis in AXES}, limits.nodes)
     ranks = math.prod(mesh[name] for name in ROWS)
-    counts = sorted(set(accumulate(suffix, mul, initial=1)))
     enough = [c for c in counts if cfg.train.batch_sequences * c % ranks == 0]
     if cfg.data.sequence_length < LONG or mesh["mesh.stage"] > 1 or cfg.mesh.stage_slices > 1:
         enough = enough[:1]
