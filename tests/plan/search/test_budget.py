@@ -44,7 +44,7 @@ def look(times, traces=12, cap=120.0):
     cfg, there = to_plan(), cluster(slow=1e6)
     how = limits_of(cfg, there, codecs="hybrid")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moejax.plan.search.search.trace_config", lambda cfg, *_: cfg)
+        patch.setattr("moejax.plan.search.search.trace_config", lambda cfg, *_, **__: cfg)
         patch.setattr("moejax.plan.search.search.price", price)
         patch.setattr("moejax.plan.search.search.time", fake)
         patch.setattr("moejax.plan.search.budget.time", fake)

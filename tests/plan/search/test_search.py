@@ -197,7 +197,7 @@ def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
     best = found.ranked[0]
     # Nothing is free: the only plan was traced already.
     traced = {best.cfg: best.traced}
-    monkeypatch.setattr("moejax.plan.search.search.trace_config", lambda cfg, *_: traced[cfg])
+    monkeypatch.setattr("moejax.plan.search.search.trace_config", lambda cfg, *_, **__: traced[cfg])
     fits, too_large = (cluster(memory=int(best.peak.bytes / share)) for share in (0.94, 0.97))
     assert [one.cfg for one in found_for(best.cfg, fits).ranked] == [best.cfg]
     with pytest.raises(InputError, match="no plan fits 8 devices on 2 nodes"):
