@@ -37,8 +37,9 @@ def all_pairs() -> set[Pair]:
 
 
 def pairs_of(combination: Combination) -> set[Pair]:
-    """The pairs that a combination covers."""
-    pairs = {frozenset(pair) for pair in combinations(combination, 2)}
+    """The pairs that a combination covers; of a factor that it does not name it has the first."""
+    whole = (dict(plain()) | dict(combination)).items()
+    pairs = {frozenset(pair) for pair in combinations(whole, 2)}
     if not is_rounded(combination):
         return pairs
     return {pair for pair in pairs if pair & ROUNDED}

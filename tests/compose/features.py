@@ -127,6 +127,15 @@ FACTORS: dict[str, dict[str, Changes]] = {
             "model.rope": RopeConfig(**YARN, mscale=0.7, mscale_all_dim=1.0),
         },
     },
+    "sequences": {
+        "whole": NONE,
+        "2 devices share": {"mesh.context": 2, "mesh.context_stripe": 4},
+        "4 devices share, ring": {
+            "mesh.context": 4,
+            "mesh.context_stripe": 2,
+            "mesh.context_exchange": "ring",
+        },
+    },
     "documents": {"apart": NONE, "joined": {"data.isolate_documents": False}},
     "router": {
         "softmax": NONE,

@@ -43,7 +43,7 @@ def run(implementation, arrays, segment, window, sinks=None, scale=None):
     return both(*inputs, gradient=arrays[3])
 
 
-@few(12)
+@few(8)
 @given(
     length=st.sampled_from([1, 7, 64, 65, 130, 150]),
     heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),

@@ -55,10 +55,10 @@ def check(*, heads=(2, 2), widths=(32, 32), window=None, sinks=False, isolated=T
 @pytest.mark.parametrize(
     "case",
     [
-        {},
-        {"isolated": False},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"isolated": False}, marks=pytest.mark.slow),
         {"heads": (4, 2), "widths": (24, 16)},
-        {"window": 5},
+        pytest.param({"window": 5}, marks=pytest.mark.slow),
         {"heads": (4, 1), "window": 130, "sinks": True},
     ],
     ids=str,

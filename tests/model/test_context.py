@@ -136,7 +136,7 @@ def test_attention_to_shared_sequences_is_that_of_one_device(
         found = jax.value_and_grad(loss, (0, 1, 2, 3) if sinks is not None else (0, 1, 2))
         return jax.tree.map(partial(jax.lax.psum, axis_name=layout.context), found(q, k, v, sinks))
 
-    wanted = jax.value_and_grad(alone, (0, 1, 2, 3) if sinks is not None else (0, 1, 2))
+    wanted = jax.jit(jax.value_and_grad(alone, (0, 1, 2, 3) if sinks is not None else (0, 1, 2)))
     found = on_devices(layout, shared, P(), P(), P(), P(), out=P())(q, k, v, sinks)
     found, wanted = map(jax.tree.leaves, (found, wanted(q, k, v, sinks)))
     # Where a query sees little, gradients of scores are differences of terms as large as these.

@@ -83,9 +83,8 @@ def alone(cfg):
     return dataclasses.replace(cfg, mesh=mesh)
 
 
-@pytest.mark.parametrize(
-    "targets", ["of one rank", "none", pytest.param("all", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["of one rank", "none", "all"])
 def test_loss_norm_and_metrics_do_not_depend_on_which_device_has_the_targets(targets):
     cfg = shared((1, 2, 2, 1), 4, 2, rows=2, router={"jitter": 0.3}, kinds=(13,))
     batch = random_batch(cfg)

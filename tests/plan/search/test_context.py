@@ -74,6 +74,7 @@ def test_an_estimate_counts_what_shared_sequences_move():
     assert slow - fast == pytest.approx(moved + weights + tables, rel=0.05)
 
 
+@pytest.mark.slow
 def test_hosts_share_a_sequence_rather_than_cut_matrices():
     cfg = long(1, 2_048, model={"num_kv_heads": 8, "num_heads": 8})
     names = ("mesh.fsdp", "mesh.tensor", "mesh.context", "mesh.context_stripe")
