@@ -1,10 +1,10 @@
-"""Is moejax at a GPU's limits? One call, under nine minutes on one H200.
+"""Is moejax at a GPU's limits? One call, nine minutes on one H200.
 
     python -m benchmarks.gpu --out DIR
 
 Checks every kernel against its plain form, measures what the device can do at most, then times
-kernels, expert layers (whole and in chunks) and a train step beside torch's and XLA's own, most
-wanted first.
+kernels, attention, expert layers (whole and in chunks) and a train step beside torch's, cuDNN's and
+XLA's own, most wanted first.
 Needs no installation of moejax: numpy, JAX with CUDA, flax, optax, orbax and chex are enough, and
 torch or tokamax are compared with where they are. Each section is a process of its own
 (`worker`): one that hangs, dies or is out of time is ended, what it was at is noted and left
@@ -32,11 +32,12 @@ from benchmarks.machine import ROOT, stamp
 # Seconds of each section; what one leaves over goes to the last.
 SECTIONS = {
     "check": 75,
-    "products": 130,
-    "rows": 65,
+    "products": 115,
+    "rows": 60,
     "training": 120,
-    "chunks": 70,
-    "sweep": 60,
+    "attention": 70,
+    "chunks": 60,
+    "sweep": 40,
 }
 # Seconds without a word after which a process is taken to hang.
 SILENCE = {"check": 150, "training": 150}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu.attention import attention_checks
 from benchmarks.gpu.case import Case, Reporter
 from benchmarks.gpu.chunks import route_to_itself
 from benchmarks.gpu.layers import build_layer, draw_weights, layer_config, one_device_step
@@ -310,12 +311,13 @@ def check_cases(*, small: bool) -> list[Case]:
     narrow = Shape("", 1024, 0, 4, 2)
     if small:
         found += _quantiser_cases(("int8",), (9, 300), ("bfloat16",), 2, narrow, 16)
-        return [*found, *_layer_cases(((SMALL, 12),), (4,))]
+        return [*found, *attention_checks(small=True), *_layer_cases(((SMALL, 12),), (4,))]
     rows = (3001, 1000)
     found += _quantiser_cases(tuple(FORMATS), rows, ("bfloat16", "float32"), 8, narrow, 500)
     for width in (7168, 2048, 4096):
         wide = Shape("", width, 0, 16, 8)
         found += _quantiser_cases(("e4m3", "int8", "int4"), rows, (), 0, wide, 500)
+    found += attention_checks(small=False)
     return [*found, *_layer_cases(((OLMOE, 1024), (QWEN3, 1024)), (1, 4))]
 
 

@@ -21,7 +21,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     else:
         parts.append(_targets(rates))
     parts += [_limits(rates), _checks(result["rows"]), _products(rates), _moved(rates)]
-    parts += [_layers(rates), _chunks(rates), _errors(result), _foot(result)]
+    parts += [_attention(rates), _layers(rates), _chunks(rates), _errors(result), _foot(result)]
     return "\n".join(line for part in parts for line in part) + "\n"
 
 
@@ -66,7 +66,7 @@ def _checks(rows: Rows) -> list[str]:
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         tried = row["section"] in ("check", "all") and ("ok" in row or "error" in row)
-        if tried and row["implementation"] in ("mosaic", "blocked"):
+        if tried and row["implementation"] in ("mosaic", "blocked", "tokamax"):
             found.setdefault(row["operation"], []).append(row)
     lines = []
     for operation, checks in found.items():
@@ -99,6 +99,17 @@ def _moved(rates: Rates) -> list[str]:
         None,
         lambda row: f"{rates.rate(row, 'bytes') / 1e12:.2f}",
         lambda row: rates.share(row, "bytes"),
+    )
+
+
+def _attention(rates: Rates) -> list[str]:
+    return _side_by_side(
+        "## Attention to ranges of keys",
+        "TFLOP/s of pairs that see each other, and of ours the share of the measured product's.",
+        rates,
+        rates.ATTENTION,
+        lambda row: f"{rates.rate(row, 'flops') / 1e12:.0f}",
+        lambda row: rates.share(row, "flops"),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks.gpu.attention import attention_cases
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.chunks import chunk_cases
 from benchmarks.gpu.correct import check_cases
@@ -44,6 +45,7 @@ SECTIONS = {
     "products": Section(_products, torch=True),
     "rows": Section(row_cases, torch=True),
     "training": Section(_training),
+    "attention": Section(attention_cases),
     "chunks": Section(chunk_cases),
     "sweep": Section(swept_cases, torch=True),
     "all": Section(_all),

@@ -7,6 +7,7 @@ import numpy as np
 
 Row = dict[str, Any]
 FORWARD, BY_ROWS, BY_WEIGHTS = "forward", "data gradient", "weight gradient"
+LEAST_OF_CUDNN = 0.8  # rate of attention that takes ranges over cuDNN's causal one
 MOST_OF_CHUNKS = 1.05  # time of four chunks over that of one, with nothing to hide
 
 
@@ -20,7 +21,8 @@ class Rates:
     LAYER, STEP = "MoE layer, forward + backward", "train step"
     WHOLE = (LAYER, STEP)
     IN_CHUNKS = ("layer in chunks, forward + backward", "layer in chunks, forward")
-    OURS = ("mosaic", "moejax", "reference", "blocked", "XLA")  # the first that is there
+    ATTENTION = ("attention, forward + backward", "attention of stripes, forward + backward")
+    OURS = ("mosaic", "moejax", "ranges", "reference", "blocked", "XLA")  # the first that is there
 
     def __init__(self, rows: Iterable[Row]):
         self.rows = [row for row in rows if row.get("seconds")]
@@ -96,6 +98,7 @@ def judge(rates: Rates) -> list[Verdict]:
         rows = [r for r in rates.timed(operations=(rates.LAYER,)) if r["case"].startswith(model)]
         what = f"MoE layer, forward + backward, {model}"
         found.append(_share(what, rates, rows, bar, "flops", "matmul"))
+    found.append(_beside_cudnn(rates))
     found += [_chunks(rates, operation) for operation in rates.IN_CHUNKS]
     rows = list(rates.timed(operations=(rates.STEP,)))
     return [*found, _share("train step", rates, rows, 0.45, "flops", "matmul")]
@@ -179,6 +182,21 @@ def _chunks(rates: Rates, operation: str) -> Verdict:
         return Verdict(what, target, "", None)
     ratio, case = max(ratios)
     return Verdict(what, target, f"{ratio:.3f} x ({case})", ratio <= MOST_OF_CHUNKS)
+
+
+def _beside_cudnn(rates: Rates) -> Verdict:
+    """Attention to ranges over cuDNN's causal form, by round; of several lengths the lowest."""
+    what, target = "attention to ranges, causal", f"at least {LEAST_OF_CUDNN} x cuDNN's rate"
+    ours: dict[str, list[float]] = {}
+    theirs: dict[str, list[float]] = {}
+    for row in rates.timed(operations=rates.ATTENTION[:1]):
+        (theirs if row["implementation"] == "cuDNN" else ours)[row["case"]] = row["seconds"]
+    both = ours.keys() & theirs.keys()
+    ratios = [(float(np.median(np.divide(theirs[x], ours[x]))), x) for x in both]
+    if not ratios:
+        return Verdict(what, target, "", None)
+    ratio, case = min(ratios)
+    return Verdict(what, target, f"{ratio:.2f} x ({case})", ratio >= LEAST_OF_CUDNN)
 
 
 def _beside_torch(rates: Rates) -> Verdict:

@@ -26,12 +26,13 @@ def test_everything_runs_small_on_any_machine(tmp_path):
     page = (tmp_path / "gpu.md").read_text()
     assert not [row for row in result["rows"] if "error" in row], page
     checks = [row for row in result["rows"] if "ok" in row]
-    assert len(checks) == 13
+    assert len(checks) == 15
     assert all(row["ok"] and 0 <= row["worst"] <= 1 for row in checks), page
     timed = {row["operation"] for row in result["rows"] if row.get("seconds")}
     wanted = {"copy", "forward", "data gradient", "weight gradient", "gate, up and SwiGLU"}
     wanted |= {"permute", "MoE layer, forward + backward", "train step"}
     wanted |= {"layer in chunks, forward + backward", "layer in chunks, forward"}
+    wanted |= {"attention, forward + backward"}
     assert wanted <= timed
     assert SMALL in page
     assert "Targets" not in page
@@ -123,6 +124,10 @@ def test_targets_are_judged_by_the_worst_case():
         rows("forward", "torch", case.format(512), 0.9, flops=610 * tera),
         rows("permute + quantise e4m3", "mosaic", "a", 1.2, bytes=4 * tera),
         rows("train step", "mosaic", "a", 1.0, flops=400 * tera),
+        rows("attention, forward + backward", "ranges", "a", 1.0, flops=400 * tera),
+        rows("attention, forward + backward", "cuDNN", "a", 0.85, flops=400 * tera),
+        rows("attention, forward + backward", "ranges", "b", 1.0, flops=400 * tera),
+        rows("attention, forward + backward", "cuDNN", "b", 0.75, flops=400 * tera),
         rows("layer in chunks, forward", "1 chunk", "a", 1.0),
         rows("layer in chunks, forward", "4 chunks", "a", 1.04),
         rows("layer in chunks, forward", "1 chunk", "b", 1.0),
@@ -140,6 +145,9 @@ def test_targets_are_judged_by_the_worst_case():
     assert verdicts["train step"].met
     assert verdicts["train step"].found.startswith("50%")
     assert verdicts["permute"].met is None
+    attention = verdicts["attention to ranges, causal"]
+    assert attention.met is False
+    assert attention.found == "0.75 x (b)"
     chunks = verdicts["4 chunks, layer in chunks, forward"]
     assert chunks.met is False
     assert chunks.found == "1.060 x (b)"
