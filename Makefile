@@ -109,7 +109,7 @@ $(VENV_311)/.installed: pyproject.toml constraints.txt
 $(VENV_AOT)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv $(VENV_AOT)
-	$(VENV_AOT)/bin/python -m pip install --quiet --editable '.[dev,aot]' --constraint constraints.txt
+	$(VENV_AOT)/bin/python -m pip install --quiet --editable '.[dev,aot,kernels]' --constraint constraints.txt
 	@touch $@
 
 $(VENV_TPU)/.installed: pyproject.toml constraints.txt
