@@ -99,8 +99,8 @@ def describe_devices(target: Target, nodes: int) -> list[Any]:
 
 def _topology(target: Target, nodes: int) -> topologies.TopologyDescription:
     if target.platform == "gpu":
-        # Partitions x nodes x devices of a node.
-        shape = f"1x{nodes}x{NODE}"
+        # Partitions, in which NVLink reaches, x hosts of each x devices of a host.
+        shape = f"{nodes}x1x{NODE}"
         return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=H200)
     # libtpu would ask Google Cloud's metadata server where it runs.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
