@@ -120,6 +120,13 @@ SLOW: tuple[str, ...] = (
     "report/test_page.py",
     "step/test_adapters.py",
     "train/test_adapters.py",
+    # What runs, or starts, whole programs: checks of a machine, steps run again, hosts that come.
+    "benchmarks/",
+    "doctor/test_mesh.py",
+    "doctor/test_smoke.py",
+    "launch/test_elastic.py",
+    "runtime/test_program_cache.py",
+    "train/test_replay.py",
 )
 
 

@@ -6,10 +6,15 @@ the whole model. Each cluster is compiled once, in one minute to two, so run thi
 
 import re
 from collections import Counter
+from functools import partial
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from moejax.aot.target import TARGETS
+from moejax.aot.target import TARGETS, describe_devices
 from moejax.plan.trace.reader import collectives
 from moejax.runtime.patches import described_gpu
 from tests.hlo.described import compiled_step, described_step
@@ -181,3 +186,14 @@ def test_the_trainer_sets_its_options_itself():
     for cluster, hops in (("1x8", 1), ("2x8", 2)):
         limit = step_of(cluster).options.values()
         assert list(limit) == [2 * hops + 1]
+
+
+def test_nodes_are_nvlink_domains_of_their_own():
+    """Else XLA has a kernel for one domain sum over all nodes, and JAX 0.12's compiler crashes."""
+    devices = np.array(describe_devices(TARGETS["h200"], 8))
+    mesh = Mesh(devices.reshape(8, 8), ("node", "device"))
+    few = jax.ShapeDtypeStruct((5,), np.float32, sharding=NamedSharding(mesh, P()))
+    for axes in ("node", ("node", "device")):
+        body = partial(jax.lax.psum, axis_name=axes)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        assert "__triton_collective" not in jax.jit(mapped).lower(few).compile().as_text()

@@ -48,7 +48,12 @@ def check(N, K, M, width, name, dtype, weighted, seed):
 
 
 @pytest.mark.parametrize(
-    ("width", "weighted"), [(WIDTHS[0], True), (WIDTHS[1], False), (WIDTHS[2], True)]
+    ("width", "weighted"),
+    [
+        (WIDTHS[2], True),
+        pytest.param(WIDTHS[0], True, marks=pytest.mark.slow),
+        pytest.param(WIDTHS[1], False, marks=pytest.mark.slow),
+    ],
 )
 def test_both_equal_the_plain_operations(width, weighted):
     check(5, 2, 7, width, "e4m3", jnp.bfloat16, weighted, seed=1)
