@@ -120,7 +120,7 @@ SLOW: tuple[str, ...] = (
     "report/test_page.py",
     "step/test_adapters.py",
     "train/test_adapters.py",
-    # What runs, or starts, whole programs: checks of a machine, steps run again, hosts that come.
+    # Tests that start whole programs: checks of a machine, steps run again, hosts that come.
     "benchmarks/",
     "doctor/test_mesh.py",
     "doctor/test_smoke.py",

@@ -1,4 +1,4 @@
-"""Is moejax at a GPU's limits? One call, nine minutes on one H200.
+"""Is moejax at a GPU's limits? One call, limited to nine minutes, for an H200.
 
     python -m benchmarks.gpu --out DIR
 

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.case import Case, Reporter
+from benchmarks.gpu.correct import check, of_largest
 from benchmarks.gpu.timing import Form, jax_form
+from moejax.config.schema import MeshConfig
 from moejax.kernels.attention.ranged import Extent, Keys, ranged_attention, ranges
 from moejax.kernels.attention.tokamax import INSTALLED
 
 CAUSAL, STRIPES = "attention, forward + backward", "attention of stripes, forward + backward"
-OURS = "ranges"  # the kernel that takes them
-ROUNDED = 2.0**-5  # probabilities and results are bfloat16; of the largest value
-DEVICES, STRIPE = 8, 512
+DEVICES, STRIPE = 8, MeshConfig().context_stripe
 
 
 class Heads(NamedTuple):
@@ -92,27 +92,25 @@ def form_of(heads: Heads, position_T: np.ndarray, implementation: str) -> Callab
     return jax.jit(partial(both_ways, implementation, heads.C**-0.5, extent))
 
 
-def error_of(report: Reporter, heads: Heads, length: int, rank: int | None, name: str) -> float:
-    """How far the kernel is from our own form of the same numbers in float32, over what may be."""
-    position_T = positions(length, rank)
+def kernel_of(report: Reporter) -> str:
+    """The kernel that takes ranges here."""
+    return "tokamax" if report.gpu and INSTALLED else "blocked"
+
+
+def check_ranges(report: Reporter, heads: Heads, length: int, rank: int | None) -> None:
+    """The kernel against our own form of the same numbers in float32."""
+    position_T, kernel = positions(length, rank), kernel_of(report)
     operands = draw(report, heads, position_T, length)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), operands[:5])
-    with jax.default_matmul_precision("highest"):
-        wanted = form_of(heads, position_T, "blocked")(Operands(*wide, *operands[5:]))
-    found, worst = form_of(heads, position_T, name)(operands), 0.0
-    for have, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        error = np.abs(np.asarray(have, np.float64) - np.asarray(want, np.float64)).max()
-        worst = max(worst, float(error) / (ROUNDED * float(jnp.abs(want).max())))
-    return worst if np.isfinite(worst) else 1e30
 
+    def compute() -> float:
+        with jax.default_matmul_precision("highest"):
+            wanted = form_of(heads, position_T, "blocked")(Operands(*wide, *operands[5:]))
+        found = form_of(heads, position_T, kernel)(operands)
+        both = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+        return max(of_largest(have, want) for have, want in both)
 
-def check(report: Reporter, heads: Heads, length: int, rank: int | None) -> None:
-    """Writes how far the kernel is off."""
-    for name in ("tokamax",) if report.gpu and INSTALLED else ("blocked",):
-        run = partial(error_of, report, heads, length, rank, name)
-        worst = report.attempt("ranged attention", name, run)
-        if worst is not None:
-            report.row("ranged attention", name, worst=worst, ok=bool(worst <= 1))
+    check(report, "ranged attention", compute, kernel)
 
 
 def cudnn(operands: Operands) -> tuple[jax.Array, ...]:
@@ -129,9 +127,9 @@ def compare(report: Reporter, heads: Heads, length: int, rank: int | None) -> No
     """Times one sequence, whole or the stripes of a device; FLOPs are those of seen pairs."""
     position_T = positions(length, rank)
     operands = draw(report, heads, position_T, length)
-    kernel = "tokamax" if report.gpu and INSTALLED else "blocked"
+    kernel = kernel_of(report)
     forms: dict[str, Callable[[], Form]] = {
-        OURS: partial(jax_form, form_of(heads, position_T, kernel), operands)
+        f"ranges, {kernel}": partial(jax_form, form_of(heads, position_T, kernel), operands)
     }
     if rank is None and report.gpu:
         forms["cuDNN"] = partial(jax_form, jax.jit(cudnn), operands)
@@ -141,13 +139,13 @@ def compare(report: Reporter, heads: Heads, length: int, rank: int | None) -> No
 
 
 def attention_checks(*, small: bool) -> list[Case]:
-    """Whole sequences and stripes, with and without windows and sinks."""
+    """Returns the checks: whole sequences and stripes, with and without windows and sinks."""
     cases = [(GPT_OSS, 4_096, None), (GPT_OSS, 8_192, 3), (QWEN3, 4_096, None)]
-    return _cases(check, [(TINY, 256, None), (TINY, 256, 3)] if small else cases)
+    return _cases(check_ranges, [(TINY, 256, None), (TINY, 256, 3)] if small else cases)
 
 
 def attention_cases(*, small: bool) -> list[Case]:
-    """What is timed, the shorter first."""
+    """Returns the timed cases, shorter sequences first."""
     tiny = TINY._replace(window=None, sinks=False)
     cases = [(QWEN3, length, rank) for length in (16_384, 131_072) for rank in (None, 3)]
     return _cases(compare, [(tiny, 256, None)] if small else cases)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.gpu.attention import attention_cases
+from benchmarks.gpu.attention import attention_cases, attention_checks
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.chunks import chunk_cases
 from benchmarks.gpu.correct import check_cases
@@ -26,6 +26,10 @@ class Section(NamedTuple):
     torch: bool = False  # whether torch is compared with
 
 
+def _checks(*, small: bool) -> list[Case]:
+    return [*check_cases(small=small), *attention_checks(small=small)]
+
+
 def _products(*, small: bool) -> list[Case]:
     return [*limit_cases(small=small), *target_cases(small=small)]
 
@@ -41,7 +45,7 @@ def _all(*, small: bool) -> list[Case]:
 
 
 SECTIONS = {
-    "check": Section(check_cases),
+    "check": Section(_checks),
     "products": Section(_products, torch=True),
     "rows": Section(row_cases, torch=True),
     "training": Section(_training),

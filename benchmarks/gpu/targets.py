@@ -22,7 +22,15 @@ class Rates:
     WHOLE = (LAYER, STEP)
     IN_CHUNKS = ("layer in chunks, forward + backward", "layer in chunks, forward")
     ATTENTION = ("attention, forward + backward", "attention of stripes, forward + backward")
-    OURS = ("mosaic", "moejax", "ranges", "reference", "blocked", "XLA")  # the first that is there
+    OURS = (
+        "mosaic",
+        "moejax",
+        "ranges, tokamax",
+        "ranges, blocked",
+        "reference",
+        "blocked",
+        "XLA",
+    )  # the first that is there
 
     def __init__(self, rows: Iterable[Row]):
         self.rows = [row for row in rows if row.get("seconds")]

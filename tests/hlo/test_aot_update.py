@@ -23,7 +23,7 @@ def mixtral(nodes, control=None):
 def test_reductions_hide_behind_compute_and_never_travel_beside_an_exchange(nodes):
     step = mixtral(nodes)
     assert sum(one.calls * one.bytes for one in step.reductions()) > 20 * GIB
-    # The largest of a layer; XLA takes those inside a node for too short to be hidden.
+    # XLA hides the largest sum of a layer, and waits for those inside a node.
     assert step.hidden_reductions() >= 0.45
     assert step.reductions_beside_exchanges() == []
 

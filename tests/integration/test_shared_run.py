@@ -20,7 +20,7 @@ def share(devices):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_devices_that_share(place, straight):
-    """A stop on one, then on four, then to the end on two; each start begins with the same bits."""
+    """A stop on one, then on four, then to the end on two; losses are those of a run on one."""
     run_dir = place / "shared"
     words = [f"--config.run_dir={run_dir}"]
     for devices, step in ((1, 6), (4, 16)):
