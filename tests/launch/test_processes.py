@@ -148,8 +148,8 @@ def test_a_program_that_fails_again_and_again_is_given_up(tmp_path):
 
 
 def begin(folder, script):
-    """Begins a launcher of two processes; returns it once both run."""
-    words = words_of(folder, f"echo up; {script}")
+    """Begins a launcher of two processes; returns it once both have written to their logs."""
+    words = words_of(folder, script)
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     logs = [folder / f"p{n}.log" for n in (0, 1)]
     wait_for(lambda: all(log.exists() and log.read_text() for log in logs))
@@ -159,14 +159,14 @@ def begin(folder, script):
 @linux
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(tmp_path):
     marker = f"sleep {400 + os.getpid() / 1e6:.6f}"
-    process = begin(tmp_path, marker)
+    process = begin(tmp_path, f"echo up; {marker}")
     process.kill()
     process.communicate(timeout=60)
     wait_for(lambda: subprocess.run(["pgrep", "-f", marker], capture_output=True).returncode, 5)
 
 
 def test_the_third_interrupt_kills_what_ignores_them(tmp_path):
-    process = begin(tmp_path, "trap : INT; while true; do sleep 0.1; done")
+    process = begin(tmp_path, "trap : INT; echo up; while true; do sleep 0.1; done")
     for _ in range(3):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
@@ -176,7 +176,7 @@ def test_the_third_interrupt_kills_what_ignores_them(tmp_path):
 
 def test_an_interrupt_ends_the_wait_for_who_does_not_stop(tmp_path):
     loop = "while true; do sleep 0.1; done"
-    script = f"trap : INT; test $MOEJAX_PROCESS = 1 && sleep 0.3 && exit 7; {loop}"
+    script = f"trap : INT; echo up; test $MOEJAX_PROCESS = 1 && sleep 0.3 && exit 7; {loop}"
     process = begin(tmp_path, script)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
@@ -204,7 +204,7 @@ def test_logs_that_cannot_be_kept_are_bad_input(tmp_path):
 
 
 def test_logs_of_a_live_launcher_are_left_alone(tmp_path):
-    process = begin(tmp_path, "sleep 2; echo down")
+    process = begin(tmp_path, "echo up; sleep 2; echo down")
     code, said = local(tmp_path, "echo second")
     assert (code, said.count("\n")) == (2, 1), said
     assert "where another launcher keeps output now" in said
