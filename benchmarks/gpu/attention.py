@@ -88,7 +88,7 @@ def positions(length: int, rank: int | None) -> np.ndarray:
 
 def form_of(heads: Heads, position_T: np.ndarray, implementation: str) -> Callable[..., Any]:
     """Returns the jitted function of operands."""
-    extent = Extent((int(position_T[0]),), heads.window)
+    extent = Extent((int(position_T[0]),), heads.window, heads.window)
     return jax.jit(partial(both_ways, implementation, heads.C**-0.5, extent))
 
 

@@ -136,19 +136,6 @@ def splash_flops(kernel: str, pairs: int, C: int, V: int) -> int:
     return 2 * pairs * (of_keys * C + of_values * V)
 
 
-def visited_pairs(length: int, rows: int, keys: int, window: int | None) -> int:
-    """Returns the (query, key) pairs of the blocks that causality and the window leave.
-
-    Args:
-      rows, keys: queries and keys of a block.
-    """
-    blocks = 0
-    for start in range(0, length, rows):
-        first = 0 if window is None else max(0, start - window + 1)
-        blocks += (start + rows - 1) // keys - first // keys + 1
-    return blocks * rows * keys
-
-
 def dot_flops(eqn: Any) -> float:
     """Returns the FLOPs of a matrix product, 2 M N K; a ragged one counts every row once."""
     left = eqn.invars[0].aval.shape

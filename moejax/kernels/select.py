@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.config.compression import BLOCKS, TOKENS, build_compression
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.kernels.attention.splash import LANES
+from moejax.kernels.attention import splash
 from moejax.kernels.attention.tokamax import INSTALLED
 from moejax.kernels.formats import TILE
 
@@ -49,23 +49,24 @@ class Choice:
 
 
 def select_splash(
-    dtype: str, width: int, value_width: int, length: int, isolated: bool, slices: int = 1
+    dtype: str, width: int, value_width: int, length: int, window: int | None
 ) -> Choice:
-    """Returns the choice of attention on TPUs; sinks and heads of two widths are taken."""
+    """Returns the choice of attention on TPUs, of whole sequences or parts of them.
+
+    Args:
+      length: of whole sequences.
+      window: `model.sliding_window`.
+    """
     why_not = None
     if dtype != "bfloat16":
         why_not = f"it takes bfloat16, this is {dtype}"
-    elif slices > 1:
-        why_not = f"it takes all positions of a sequence at once, here are {slices} slices"
-    elif length % LANES:
-        why_not = f"it takes multiples of {LANES} positions, this is {length}"
+    elif window is not None and not splash.fits(length, min(window, length)):
+        why_not = f"it takes no window of {window} among {length} keys"
     elif wrong := [size for size in (width, value_width) if size % 8 or size > 256]:
         why_not = f"heads are {wrong[0]} wide. It takes multiples of 8 up to 256"
     if why_not is not None:
         return Choice("blocked", "attention of our own runs everywhere", (("splash", why_not),))
-    if isolated:
-        return Choice("splash", "JAX's splash kernel, which compares documents: no mask is made")
-    return Choice("splash_whole", "JAX's splash kernel, causal by itself: no mask is made")
+    return Choice("splash", "JAX's splash kernel, which takes ranges of keys: no mask is made")
 
 
 def select_tpu_experts(dtype: str, width: int, hidden: int) -> Choice:
@@ -83,8 +84,8 @@ def megablox_declines(hardware: Hardware, dtype: str, width: int, hidden: int) -
         return f"it is for TPUs, this is {hardware.platform}"
     if dtype != "bfloat16":
         return f"it is taken for bfloat16, this is {dtype}"
-    if width % LANES or hidden % LANES:
-        return f"width {width} and hidden width {hidden} must be multiples of {LANES}"
+    if width % splash.LANES or hidden % splash.LANES:
+        return f"width {width} and hidden width {hidden} must be multiples of {splash.LANES}"
     return None
 
 
@@ -140,17 +141,15 @@ def _attention_choices(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     """Returns the choice for attention of whole sequences, and of parts if there are any."""
     model, mesh, train = cfg.model, cfg.mesh, cfg.train
     ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert // mesh.context
+    heads = {"dtype": model.dtype, "width": model.head_width, "value_width": model.value_channels}
+    heads |= {"length": cfg.data.sequence_length, "window": model.sliding_window}
     if mesh.context > 1:
-        widest = max(model.head_width, model.value_channels)
-        return {"attention": select_ranged(hardware, model.dtype, widest)}
+        return {"attention": select_ranged(hardware, **heads)}
     attends = partial(
         select_attention,
         hardware,
-        dtype=model.dtype,
-        width=model.head_width,
-        value_width=model.value_channels,
+        **heads,
         sinks=model.attention_sinks,
-        length=cfg.data.sequence_length,
         sequences=max(1, train.batch_sequences // ranks // train.micro_batches),
         isolated=cfg.data.isolate_documents,
     )
@@ -255,6 +254,7 @@ def select_attention(
     sequences: int,
     isolated: bool,
     value_width: int | None = None,
+    window: int | None = None,
     sinks: bool = False,
     slices: int = 1,
 ) -> Choice:
@@ -265,12 +265,13 @@ def select_attention(
       length, sequences: T, and B on one device in one micro-batch.
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
       value_width: width of a head's values; None for `width`.
+      window: `model.sliding_window`.
       sinks: whether a learned logit takes part in each softmax.
       slices: slices of the positions (`sliced_attention`); above one they need a mask too.
     """
     widest, queries = max(width, value_width or width), length // slices
     if hardware.platform == "tpu":
-        return select_splash(dtype, width, value_width or width, length, isolated, slices)
+        return select_splash(dtype, width, value_width or width, length, window)
     masked = isolated or slices > 1
     mask_bytes = 2 * sequences * queries * length if masked else 0
     why_not = _cudnn_declines(hardware, dtype, widest, sinks)
@@ -298,13 +299,13 @@ def select_attention(
     return Choice("cudnn", f"{taken}{padded}")
 
 
-def select_ranged(hardware: Hardware, dtype: str, width: int) -> Choice:
-    """Returns the choice of attention from stripes of a sequence, which only ranges describe.
-
-    Args:
-      width: the widest of a head's queries, keys and values.
-    """
-    why_not = _tokamax_declines(hardware, dtype, width)
+def select_ranged(
+    hardware: Hardware, dtype: str, width: int, value_width: int, length: int, window: int | None
+) -> Choice:
+    """Returns the choice of attention from stripes of a sequence, which only ranges describe."""
+    if hardware.platform == "tpu":
+        return select_splash(dtype, width, value_width, length, window)
+    why_not = _tokamax_declines(hardware, dtype, max(width, value_width))
     if why_not is None:
         return Choice("tokamax", "tokamax's attention, which takes ranges of keys")
     reason = "attention of our own runs everywhere, and takes ranges of keys"

@@ -67,7 +67,7 @@ def attend_seen(
     seen = ranges(segment, context.positions(length, layout), window)
     piece = Keys(k_BSGC, v_BSGV, *reach.places(*seen, length, layout))
     starts, inside = reach.starts(length, layout), spec.documents
-    extent = Extent(starts, window, run=layout.stripe, inside=inside)
+    extent = Extent(starts, window, window, run=layout.stripe, inside=inside)
     return ranged_attention(q_BTHC, (piece,), (extent,), implementation=spec.attention, **form)
 
 

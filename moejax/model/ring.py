@@ -147,7 +147,8 @@ def _keys(ring: Ring, kv_BTGX, segment_BS, hop, width: int) -> tuple[tuple[Any, 
     )
     starts = tuple(start // c for start in range(0, S, layout.stripe))
     window = None if ring.window is None else -(-ring.window // c)
-    extent = Extent(starts, window, before=True, run=layout.stripe, inside=ring.inside)
+    facts = {"before": True, "run": layout.stripe, "inside": ring.inside}
+    extent = Extent(starts, window, ring.window, **facts)
     return (*jnp.split(kv_BTGX, [width], axis=-1), *seen), extent
 
 

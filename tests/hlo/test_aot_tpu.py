@@ -4,13 +4,17 @@ import functools
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from moejax.aot.compiled import CompiledText
 from moejax.aot.step import CONTROLS, build_described, described_config, lower_step, read_step
-from moejax.aot.target import TARGETS
+from moejax.aot.target import TARGETS, describe_devices
 from moejax.aot.work import KernelReader
 from moejax.config.load import load_config
+from moejax.kernels.attention.ranged import Extent, Keys, ranged_attention
 
 CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
 CHUNKS = 4
@@ -49,12 +53,49 @@ def kernels(name):
 @slices
 def test_attention_is_the_splash_kernel_and_makes_no_mask(name):
     found = {kernel for kernel in kernels(name) if kernel.startswith("splash")}
-    # One kernel for all gradients; documents are told.
+    # One kernel for all gradients; documents are told as labels.
     assert found == {"splash_mha_fwd_segmented_residuals", "splash_mha_dkv_segmented_no_residuals"}
     text = program(name)[1].as_text()
     length = program(name)[0].cfg.data.sequence_length
     assert f",{length},{length}]" not in text
     assert f"[{length},{length}]" not in text
+
+
+@slices
+@pytest.mark.parametrize(
+    ("queries", "keys", "window", "run"),
+    [(2**17, 2**17, 1024, None), (16384, 2**20, None, 8192), (4096, 16384, 1000, 512)],
+)
+def test_ranges_of_long_and_shared_sequences_are_taken(name, queries, keys, window, run):
+    """Lists of the blocks to visit fit the memory for scalars."""
+    place = SingleDeviceSharding(describe_devices(TARGETS[name], 1)[0])
+
+    def total(q, k, v, first, last, sinks):
+        pieces, extents = (Keys(k, v, first, last),), (Extent((0,), window, window, run=run),)
+        form = {"scale": 0.1, "implementation": "splash", "sinks_H": sinks}
+        return jnp.sum(ranged_attention(q, pieces, extents, **form).astype(jnp.float32))
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    ranges = [shape(1, queries, dtype=jnp.int32)] * 2
+    arrays = shape(1, queries, 8, 128), *[shape(1, keys, 2, 128)] * 2
+    gradients = jax.jit(jax.grad(total, (0, 1, 2, 5)))
+    done = gradients.lower(*arrays, *ranges, shape(8, dtype=jnp.float32)).compile()
+    passes = re.findall(r"/jit\((attention_[a-z]+)_\d+\)[^\"]*/pallas_call", done.as_text())
+    assert sorted(set(passes)) == ["attention_backward", "attention_forward"]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_devices_that_share_sequences_attend_by_the_kernel(exchange):
+    words = ["mesh.fsdp=8", "mesh.expert=1", "mesh.context=8", "data.sequence_length=32768"]
+    words += ["model.num_layers=1", "train.batch_sequences=1", "train.micro_batches=1"]
+    words += ["moe.capacity_factor=1.25", f"mesh.context_exchange={exchange}"]
+    cfg = load_config(CONFIG, [f"--config.{word}" for word in words])
+    train_step = build_described(described_config(cfg, TARGETS["v6e"], 1), TARGETS["v6e"])
+    text = lower_step(train_step).compile().as_text()
+    passes = re.findall(r"/jit\((attention_[a-z]+)_\d+\)[^\"]*splash[^\"]*/pallas_call", text)
+    assert set(passes) == {"attention_backward", "attention_forward"}
 
 
 @slices

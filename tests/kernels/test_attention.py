@@ -213,7 +213,7 @@ def test_bfloat16_stays_near_float32():
 @pytest.mark.parametrize("window", [None, 16, 700])
 @pytest.mark.parametrize("length", [1, 100, 1024, 4097])
 def test_blocks_visit_little_more_than_they_must(length, window):
-    blocks = blocks_of(length, length, Extent((0,), window))
+    blocks = blocks_of(length, length, Extent((0,), window, window))
     pairs = sum(min(place + 1, window or length) for place in range(length))
     rows = -(-length // blocks.queries)
     most = pairs / (blocks.queries * blocks.keys) + 2 * rows

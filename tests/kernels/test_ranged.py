@@ -75,7 +75,7 @@ def test_pieces_in_any_order_of_queries_are_the_whole(length, queries, cuts, win
             for one, (a, b) in zip(pieces, parts, strict=True)
         )
         options = {"scale": 0.7, "implementation": "blocked"}
-        extents = (Extent((0,), None),) * len(pieces)
+        extents = (Extent((0,), None, None),) * len(pieces)
         return ranged_attention(q, pieces, extents, sinks_H=sinks, **options)
 
     @jax.jit
@@ -100,7 +100,7 @@ def test_far_blocks_and_low_scores_are_no_nan():
     first = jnp.maximum(jnp.arange(600) - 2, 0)[None]
     keys = Keys(k, v, first, jnp.arange(600)[None])
     options = {"scale": 1.0, "implementation": "blocked"}
-    y, pull = jax.vjp(lambda q: ranged_attention(q, (keys,), (Extent((0,), 3),), **options), q)
+    y, pull = jax.vjp(lambda q: ranged_attention(q, (keys,), (Extent((0,), 3, 3),), **options), q)
     np.testing.assert_allclose(y, np.ones(y.shape), atol=1e-6)
     assert np.all(np.isfinite(pull(y)[0]))
     assert -blocked.LOWEST > 8e8  # the scores of this case are above where maxima begin

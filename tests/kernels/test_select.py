@@ -196,14 +196,19 @@ UNEQUAL = {"width": 192, "value_width": 128}  # DeepSeek-V3's heads: of queries 
         (HOPPER, {"length": 131_072, "sequences": 1}, "blocked < cudnn: *32.0 GiB. At most 1*"),
         (HOPPER, {"length": 8192, "sequences": 9}, "blocked < cudnn: *a mask of 1.1 GiB*"),
         (TPU, {}, "splash"),
-        (TPU, {"isolated": False}, "splash_whole"),
+        (TPU, {"isolated": False, "length": 4100}, "splash"),
         (TPU, {"sinks": True, "width": 64}, "splash"),
         (TPU, UNEQUAL, "splash"),
         (TPU, {"dtype": "float32"}, "blocked < splash: *float32"),
-        (TPU, {"length": 4100}, "blocked < splash: *4100"),
+        (TPU, {"length": 2**20, "window": 1024}, "splash"),
+        (
+            TPU,
+            {"length": 2**20, "window": 4096},
+            "blocked < splash: *of 4096 among 1048576*",
+        ),
         (TPU, {"width": 100}, "blocked < splash: heads are 100 wide*"),
         (TPU, {"value_width": 512}, "blocked < splash: heads are 512 wide*"),
-        (TPU, {"slices": 4}, "blocked < splash: *here are 4 slices"),
+        (TPU, {"slices": 4}, "splash"),
     ],
 )
 def test_attention_by_place_and_shape(place, changes, wanted):
@@ -334,8 +339,8 @@ SLICES = {"mesh.stage_slices": 2, "model.layers_before_stages": 1, "model.num_la
     ("platform", "changes", "whole", "parts"),
     [
         ("gpu", WHOLE | AHEAD, "cudnn", "cudnn_masked"),
-        ("tpu", AHEAD, "splash", "blocked"),
-        ("tpu", WHOLE | AHEAD | LATENT, "splash_whole", "blocked"),
+        ("tpu", AHEAD, "splash", "splash"),
+        ("tpu", WHOLE | AHEAD | LATENT, "splash", "splash"),
         ("gpu", {"mesh.stage": 2} | SLICES, "cudnn_masked", "cudnn_masked"),
     ],
 )

@@ -19,7 +19,6 @@ from moejax.kernels.attention.ranged import (
     ranged_attention,
     ranges,
 )
-from moejax.kernels.attention.splash import splash_attention
 from moejax.kernels.kept import ATTENDED
 
 # The primitive of cuDNN's forward pass, whose results have no name of their own; by its name in JAX
@@ -48,11 +47,10 @@ def attention(
     Args:
       segment_BS: document of each position. A query sees the keys of its own document that are not
         later and not `window` or more back.
-      implementation: one of `ranged.IMPLEMENTATIONS`; "splash", on TPUs; "splash_whole", which
-        takes all of a sequence for one document; "cudnn", which does so too; "cudnn_masked", for
-        which a mask [B, 1, T, S] is made; or "reference" (the whole batch at once, scores kept).
-        `kernels.select` chooses. Both forms of splash, and "cudnn", only take the queries of all
-        positions.
+      implementation: one of `ranged.IMPLEMENTATIONS`; "cudnn", which takes all of a sequence for
+        one document, and the queries of all positions; "cudnn_masked", for which a mask
+        [B, 1, T, S] is made; or "reference" (the whole batch at once, scores kept).
+        `kernels.select` chooses.
       scale: factor of the scores; None for 1 / sqrt(C).
       sinks_H: logits that take part in the softmax of each of a head's queries and have no value,
         so that the weights of keys sum to less than one; None for none. cuDNN takes none.
@@ -62,14 +60,9 @@ def attention(
     T, S = q_BTHC.shape[1], segment_BS.shape[1]
     if implementation in IMPLEMENTATIONS:
         pieces = (_piece(k_BSGC, v_BSGV, segment_BS, S - T + jnp.arange(T), window),)
-        extents = (Extent((S - T,), window, inside=inside),)
+        extents = (Extent((S - T,), window, window, inside=inside),)
         options = {"scale": scale, "sinks_H": sinks_H, "implementation": implementation}
         return ranged_attention(q_BTHC, pieces, extents, **options)
-    if implementation in ("splash", "splash_whole"):
-        _require_whole(implementation, T, S)
-        told_BT = segment_BS if implementation == "splash" else None
-        options = {"window": window, "scale": scale, "sinks_H": sinks_H}
-        return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
     form = _library_form(implementation, segment_BS, window, T) | {"scale": scale}
     return _by_library(implementation, form, q_BTHC, k_BSGC, v_BSGV, sinks_H)
 
@@ -108,7 +101,7 @@ def sliced_attention(
     own = Keys(k_BTGC, v_BTGV, jnp.maximum(before.first_BT - start, 0), before.last_BT - start)
     pieces = before._replace(last_BT=jnp.minimum(before.last_BT, start - 1)), own
     starts = tuple(place * T for place in numbers)
-    extents = Extent(starts, window, before=True), Extent((0,), window)
+    extents = Extent(starts, window, window, before=True), Extent((0,), window, window)
     return ranged_attention(q_BTHC, pieces, extents, **options)
 
 

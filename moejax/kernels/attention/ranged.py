@@ -20,10 +20,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
-from moejax.kernels.attention import blocked, tokamax
+from moejax.kernels.attention import blocked, splash, tokamax
 from moejax.kernels.kept import ATTENDED
 
-IMPLEMENTATIONS = {"blocked": blocked, "tokamax": tokamax}
+IMPLEMENTATIONS = {"blocked": blocked, "splash": splash, "tokamax": tokamax}
 
 
 class Keys(NamedTuple):
@@ -40,11 +40,14 @@ class Keys(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The facts about a piece's ranges that a traced program knows; they set its price.
+    """The facts about a piece's ranges that a traced program knows.
+
+    All but `most` only set its price. Where `most` is None, ranges begin where documents do.
 
     Attributes:
       starts: places that the first query may have among the keys, each as likely as another.
       window: keys that a query sees, itself included; None: all before it.
+      most: the most that a query may see; None: no window.
       before: whether only keys before the first query are seen.
       run: queries that stand side by side, from one of the starts on; None: all of them.
       inside: share of the pairs that lie inside a document; counts without a window.
@@ -52,6 +55,7 @@ class Extent(NamedTuple):
 
     starts: tuple[int, ...]
     window: int | None
+    most: int | None
     before: bool = False
     run: int | None = None
     inside: float = 1.0
@@ -126,7 +130,8 @@ def ranged_attention(
     Args:
       extents: of each piece.
       scale: factor of the scores.
-      implementation: "blocked", which runs everywhere; "tokamax", on Hopper and Blackwell.
+      implementation: "blocked", which runs everywhere; "splash", on TPUs; "tokamax", on Hopper
+        and Blackwell.
       sinks_H: logits that take part in the softmax of each of a head's queries and have no value.
     """
     return _attend(AttentionForm(implementation, scale, extents), q_BTHC, pieces, sinks_H)

@@ -79,7 +79,7 @@ def test_its_attention_is_told_what_its_kernels_take(monkeypatch):
                 for a, b in pairwise(cuts)
             ]
             options = {"scale": 0.7, "implementation": name, "sinks_H": sinks}
-            extents = (Extent((0,), None),) * len(pieces)
+            extents = (Extent((0,), None, None),) * len(pieces)
             return ranged_attention(q, tuple(pieces), extents, **options)
 
         return jax.vjp(attend, q, k, v)
@@ -103,7 +103,7 @@ def test_its_attention_compiles_for_hopper(monkeypatch, tmp_path, keys, values):
             for a, b in ((0, 512), (512, 1024))
         )
         options = {"scale": 0.1, "implementation": "tokamax", "sinks_H": sinks}
-        y = ranged_attention(q, pieces, (Extent((512,), None),) * 2, **options)
+        y = ranged_attention(q, pieces, (Extent((512,), None, None),) * 2, **options)
         return jnp.sum(y.astype(jnp.float32))
 
     shapes = [((1, 512, 8, keys), jnp.bfloat16), ((1, 1024, 2, keys), jnp.bfloat16)]
