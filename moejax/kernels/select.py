@@ -261,10 +261,9 @@ def select_attention(
     """Returns the implementation of `kernels.attention.attention`.
 
     Args:
-      width: width of a head's queries and keys.
+      width, value_width: width of a head's queries and keys, and of its values; None: the same.
       length, sequences: T, and B on one device in one micro-batch.
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
-      value_width: width of a head's values; None for `width`.
       window: `model.sliding_window`.
       sinks: whether a learned logit takes part in each softmax.
       slices: slices of the positions (`sliced_attention`); above one they need a mask too.
@@ -287,16 +286,15 @@ def select_attention(
             both = (("cudnn", why_not), ("tokamax", why_not_ranges))
             declined = both if hardware.platform == "gpu" else both[:1]
             return Choice("blocked", "attention of our own runs everywhere", declined)
-    padded = ""
-    if value_width not in (None, width):
-        both = f"{width} channels of keys and {value_width} of values"
-        padded = f"; heads of {both} are padded to {widest}"
     if masked:
         kept = "documents apart" if isolated else "slices in order"
         taken = f"cuDNN's fused attention; a mask of {mask_bytes / 2**20:.0f} MiB keeps {kept}"
-        return Choice("cudnn_masked", f"{taken}{padded}")
-    taken = "cuDNN's fused attention, causal by itself: no mask is made"
-    return Choice("cudnn", f"{taken}{padded}")
+    else:
+        taken = "cuDNN's fused attention, causal by itself: no mask is made"
+    if value_width not in (None, width):
+        both = f"{width} channels of keys and {value_width} of values"
+        taken += f"; heads of {both} are padded to {widest}"
+    return Choice("cudnn_masked" if masked else "cudnn", taken)
 
 
 def select_ranged(
