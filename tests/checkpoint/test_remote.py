@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 
+import jax.numpy as jnp
 import pytest
 
 from moejax.checkpoint.find import newest
@@ -20,6 +21,7 @@ from moejax.config.load import to_dict
 from moejax.config.schema import CheckpointConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
+from moejax.step.state import TrainState
 from moejax.train.start import choose_checkpoint, open_copies
 from tests.cases import small_config, step_for
 from tests.checkpoint.test_manifest import write_step
@@ -190,6 +192,18 @@ def run(tmp_path):
     writer.close()
     assert sorted(step for steps, _ in told for step in steps) == [1, 2]
     return cfg, tmp_path / "run" / "checkpoints"
+
+
+def test_a_step_is_copied_once_it_is_whole_and_not_only_at_the_end(tmp_path):
+    weights = {"w": jnp.ones(4)}
+    state = TrainState(jnp.int32(1), jnp.int32(0), weights, weights, weights, {})
+    copies = Copies(f"memory://{uuid.uuid4()}/run", keep=1)
+    writer = Checkpoints(tmp_path, keep=1, copies=copies)
+    writer.save(1, state, {})
+    writer.wait()
+    copies.finished(lambda steps, error: None, wait=True)
+    assert copies.steps() == [1]
+    writer.close()
 
 
 def test_a_run_whose_directory_is_lost_goes_on_from_its_copies(run):

@@ -140,6 +140,10 @@ def test_steps_beyond_the_data_are_refused_before_training():
     assert sorted(_order(once, range(5))) == list(range(10))
     with pytest.raises(InputError, match=r"6 steps need 12 sequences.*10.*data\.repeat"):
         once.check_steps(6)
+    # Ten sequences are five batches; the run leaves out two of them.
+    once.check_steps(3, left_out=2)
+    with pytest.raises(InputError, match=r"need 12 sequences.*Lower train\.num_steps to 3, or"):
+        once.check_steps(4, left_out=2)
     _batches(source).check_steps(10**9)
 
 

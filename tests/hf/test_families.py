@@ -232,6 +232,11 @@ def test_mscale_outside_of_latent_attention_is_a_factor_of_cos_and_sin():
     assert "model.rope.mscale" not in settings
     assert settings["model.rope.attention_factor"] == pytest.approx(1.1386294 / 1.0693147)
     assert settings["model.rope.trained_length"] == 32768  # as transformers assumes
+    # A factor that the file names comes first, as there.
+    named = read(
+        {**PUBLISHED["Mixtral-8x7B"], "rope_scaling": scaling | {"attention_factor": 1.25}}
+    )
+    assert named["model.rope.attention_factor"] == 1.25
 
 
 def test_windows_by_turns_of_qwen2_need_their_switch():

@@ -196,6 +196,24 @@ def one_by_one(sizes, limit, x, w_in, w_out, b_in=None, b_out=None):
     return jnp.concatenate([*parts, jnp.zeros_like(x[start:])])
 
 
+def test_the_gradient_of_ones_counts_the_output_bias_too():
+    """It is the product of the row's result and that result's gradient: of a router's weight."""
+    sizes = [2, 0, 1]
+    x, w_in, w_out, b_in, b_out, gradient = with_biases(sizes, 0)
+    form = {"implementation": "blocked", "limit": LIMIT, "biases": (b_in, b_out)}
+    counts, ones = jnp.asarray(sizes, jnp.int32), jnp.ones((3, 1))
+
+    def result(one_M1):
+        return expert_mlp(x, w_in, w_out, counts, one_M1=one_M1, **form)
+
+    @jax.jit
+    def pulled(one_M1):
+        return jax.vjp(result, one_M1)[1](gradient)[0]
+
+    y = one_by_one(sizes, LIMIT, x, w_in, w_out, b_in, b_out)
+    np.testing.assert_allclose(pulled(ones)[:, 0], (y * gradient).sum(axis=1), rtol=1e-4, atol=1e-4)
+
+
 SIZES = [40, 0, 90, 1, 79, 0]
 
 

@@ -1,11 +1,12 @@
 """Attention to ranges of keys, whole and in pieces, against every pair at once in float64."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,6 +105,22 @@ def test_far_blocks_and_low_scores_are_no_nan():
     np.testing.assert_allclose(y, np.ones(y.shape), atol=1e-6)
     assert np.all(np.isfinite(pull(y)[0]))
     assert -blocked.LOWEST > 8e8  # the scores of this case are above where maxima begin
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("before", [False, True])
+def test_pairs_are_counted_as_they_are_seen(window, before):
+    """Eight queries in two stripes, which may begin at two places of twelve keys."""
+    starts, run, keys = (0, 6), 4, 12
+
+    def seen(start, row, key):
+        position = start + row
+        near = window is None or key > position - window
+        return near and key <= position and (key < start or not before)
+
+    pairs = [seen(*one) for one in product(starts, range(run), range(keys))]
+    extent = Extent(starts, window, before=before, run=run)
+    assert extent.visits(2 * run, keys) == sum(pairs)  # the mean of two places, for two stripes
 
 
 def test_nobody_differentiates_the_log_that_jax_returns():

@@ -312,6 +312,25 @@ def test_a_command_and_counts_are_looked_at_before_anything_starts(words, counts
     assert found is None if wrong is None else found.startswith(wrong)
 
 
+def test_an_interrupt_in_the_pause_before_a_restart_starts_nothing_again(monkeypatch):
+    class Group:
+        def __init__(self, interrupts, guard):
+            pass
+
+        def wait(self):
+            return 1
+
+    class Interrupts(group.Interrupts):
+        def sleep(self, seconds):
+            self.count = 1
+
+    starts = []
+    monkeypatch.setattr(processes, "Group", Group)
+    monkeypatch.setattr(processes, "Interrupts", Interrupts)
+    assert processes._run_and_restart(lambda group, later: starts.append(later), 4) == 1
+    assert starts == [False]
+
+
 def test_the_pause_before_a_restart_doubles_and_a_long_start_begins_anew(monkeypatch):
     """Each start lasts as long as its entry says, and ends with 1."""
     lasts, pauses, now = [1, 1, 1, 601, 1, 1, 1, 1], [], [0.0]

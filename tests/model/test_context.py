@@ -1,6 +1,7 @@
 """Sequences that several devices share: positions, keys that travel, and attention to them."""
 
 import math
+from collections import Counter
 from functools import partial
 
 import jax
@@ -18,7 +19,8 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import build_route
 from moejax.layout.spec import StepSpec
-from moejax.model.context import attend
+from moejax.model.context import attend, attend_cached
+from moejax.plan.trace.reader import collectives
 from tests.cases import few
 
 
@@ -143,6 +145,55 @@ def test_attention_to_shared_sequences_is_that_of_one_device(
     largest = max(np.abs(x).max() for x in wanted[1:])
     for have, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=2e-6 * largest)
+
+
+def test_keys_travel_the_ring_as_they_are_and_sums_of_their_gradients_in_float32():
+    """What each device sends in bfloat16: keys and values, in both passes; the sums are wider."""
+    c, length, channels = 4, 32, 2 * 8 + 2 * 4
+    layout = shared_by(c, 2)
+    spec = StepSpec(layout, build_route("split", layout), context_exchange="ring")
+    segment = jnp.zeros((1, length), jnp.int32)
+
+    def body(*arrays):
+        y, pull = jax.vjp(
+            partial(attend, segment=segment, window=None, spec=spec, scale=1.0), *arrays
+        )
+        return pull(y)
+
+    split = P(None, layout.context)
+    shapes = (4, 8), (2, 8), (2, 4)
+    arrays = [jax.ShapeDtypeStruct((1, length, *shape), jnp.bfloat16) for shape in shapes]
+    traced = on_devices(layout, body, *[split] * 3, out=split).trace(*arrays)
+    sent = Counter()
+    for one in collectives(traced.jaxpr.jaxpr):
+        sent[one.dtype] += one.calls * one.bytes
+    # Two sends a hop: the way around is one of its own. Each carries a device's part of the keys.
+    part = length // c * channels
+    assert sent == {"bfloat16": 2 * 2 * (c - 1) * 2 * part, "float32": 2 * c * 4 * part}
+
+
+@pytest.mark.parametrize("sinks", [None, 1.0])
+def test_a_token_attends_to_the_parts_of_a_cache_that_devices_hold(sinks):
+    """Each device has a row's query, and a part of the positions of all rows."""
+    layout, length, c = shared_by(4, 2), 32, 4
+    rng = np.random.default_rng(0)
+    shapes = (c, 4, 8), (c, length, 2, 8), (c, length, 2, 4)
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    last = np.array([0, 9, 20, length - 1], np.int32)
+    sinks_H = None if sinks is None else jnp.full(4, sinks)
+
+    def body(q, k, v, last):
+        k, v = (context.own(x, layout) for x in (k, v))
+        return attend_cached(q, k, v, last, layout, sinks_H=sinks_H, window=None, scale=0.3)
+
+    rows = P(layout.context)
+    found = on_devices(layout, body, rows, P(), P(), rows, out=rows)(q, k, v, last)
+    for row, end in enumerate(last):
+        for head in range(4):
+            weight = np.exp(0.3 * k[row, : end + 1, head // 2] @ q[row, head])
+            total = weight.sum() + (0 if sinks is None else np.exp(sinks))
+            wanted = weight @ v[row, : end + 1, head // 2] / total
+            np.testing.assert_allclose(found[row, head], wanted, rtol=1e-5, atol=1e-6)
 
 
 # Lengths of documents as they come in files of code and prose, in tokens.

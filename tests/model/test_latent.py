@@ -8,9 +8,10 @@ from collections import Counter
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from moejax.config.schema import RopeConfig
-from moejax.model.latent import append_key, rotate_last
+from moejax.model.latent import LatentAttention, append_key, rotate_last
 from moejax.model.rope import angles_at, rotate
 from moejax.plan.trace.reader import collectives
 from tests.cases import small_config, step_for
@@ -74,3 +75,12 @@ def test_the_last_channels_of_queries_rotate():
     wanted = [first * np.cos(angle) - second * np.sin(angle)]
     wanted += [first * np.sin(angle) + second * np.cos(angle)]
     np.testing.assert_allclose(turned[..., 4:], np.stack(wanted, axis=-1), atol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_norms_of_latents_have_an_epsilon_of_their_own():
+    """1e-6, whatever the model's other norms take: of numbers of 1e-3 it is as much as the mean."""
+    cfg = small_config(model=LATENT | {"q_latent": 8, "norm_epsilon": 0.5})
+    module = LatentAttention(cfg.model, None, step_for(cfg).model.spec, nnx.Rngs(params=0))
+    for norm, width in ((module.q_norm, 8), (module.kv_norm, 16)):
+        np.testing.assert_allclose(norm(jnp.full(width, 1e-3)), 0.5**0.5, rtol=1e-5)

@@ -135,3 +135,20 @@ def count(expert_AK, route, tokens, E):
         ]
         needs.append(max(work))
     return needs
+
+
+def test_experts_compute_rows_of_all_tensor_ranks_that_gather_them():
+    """Where rows merge and a rank has a part of the hidden width, both ranks' rows go to each."""
+    layout = build_layout(MeshConfig(expert=4, tensor=2))
+    route, (E, K, tokens) = build_route("merge", layout), (16, 2, 3)
+    crowded_AK = np.tile([E - 2, E - 1], (8 * tokens, 1))  # all choose two experts of one device
+    mapped = jax.shard_map(
+        lambda e: needed(e, route, layout, num_experts=E)[None],
+        mesh=build_mesh(layout, jax.devices()[:8]),
+        in_specs=P(layout.mesh_axes),
+        out_specs=P(layout.mesh_axes),
+        check_vma=False,
+    )
+    got = np.asarray(jax.jit(mapped)(jnp.asarray(crowded_AK, jnp.int32)))
+    # A bucket holds the tokens of its sender, merged; the experts both choices of all eight's.
+    assert got.tolist() == [[tokens, 8 * tokens * K]] * 8

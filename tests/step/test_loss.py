@@ -12,7 +12,7 @@ from moejax.config.schema import MeshConfig, MoEConfig, RouterConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.moe.layer import MoEStats
-from moejax.step.loss import next_token_loss, sum_nll, target_nll
+from moejax.step.loss import next_token_loss, router_losses, sum_nll, target_nll
 from tests.cases import assert_close
 
 B, T, D, V = 2, 6, 5, 16
@@ -222,3 +222,25 @@ def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
     dense, parts = loss_on_one_device(*case, None)
     assert float(dense) == float(parts.nll) == pytest.approx(total / 8, rel=1e-5)
     assert parts.load_LE.shape == (0, 1)
+
+
+def test_a_layers_rounds_are_counted_once_and_its_choices_on_every_device():
+    layout = build_layout(MeshConfig(expert=2, tensor=2))
+    whole = jnp.ones((1, 1, 4))
+    numbers = jnp.ones(1, jnp.int32)
+    stats = MoEStats(
+        load_E=whole[:, 0].astype(jnp.int32),
+        counted_SE=whole.astype(jnp.int32),
+        score_SE=whole,
+        z=jnp.ones(1),
+        dropped=3 * numbers,
+        overflowed=5 * numbers,
+        rounds=2 * numbers,
+        entropy=jnp.ones(1),
+    )
+    body = functools.partial(router_losses, moe=MoEConfig(num_experts=4), layout=layout)
+    mesh = build_mesh(layout, jax.devices()[:4])
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    *_, load_LE, uneven_L3 = jax.jit(mapped)(stats)
+    assert load_LE.tolist() == [[4] * 4]
+    assert uneven_L3.tolist() == [[4 * 3, 4 * 5, 2]]

@@ -182,10 +182,10 @@ def test_an_update_does_not_depend_on_the_mesh(name, mesh, expert_weights):
 
 
 def test_muons_other_parameters_follow_adam_without_decay():
-    gradients = random_tree(1)
+    gradients, params = random_tree(1), random_tree()
     options = {"learning_rate": 0.1, "clip_norm": None}
-    muon = first_update((1, 1, 1, 1), gradients, name="muon", **options)
-    adam = first_update((1, 1, 1, 1), gradients, weight_decay=0.0, **options)
+    muon = first_update((1, 1, 1, 1), gradients, params, name="muon", weight_decay=0.5, **options)
+    adam = first_update((1, 1, 1, 1), gradients, params, weight_decay=0.0, **options)
     for key in ("table", "router", *VECTORS):
         np.testing.assert_array_equal(muon[key], adam[key])
     assert not np.allclose(muon["query"], adam["query"])

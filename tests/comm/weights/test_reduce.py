@@ -10,6 +10,7 @@ from moejax.comm.weights.path import GatherSpec, ParamPath, reduction_hops
 from moejax.comm.weights.reduce import sum_copies, sum_shards
 from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
+from moejax.plan.trace.reader import collectives
 
 MESH = {"replica": 2, "fsdp": 2, "expert": 2}
 
@@ -70,3 +71,19 @@ def test_hops_of_a_dense_gradient_are_inside_nodes_between_them_and_over_copies(
 ):
     mesh = MeshConfig(nodes=nodes, replica=replica, fsdp=fsdp, expert=8, tensor=1)
     assert reduction_hops("DHC", build_layout(mesh)) == hops
+
+
+@pytest.mark.parametrize(("across", "hops"), [("use", ["expert", "fsdp"]), ("step", ["expert"])])
+def test_a_micro_batch_leaves_the_hop_between_nodes_where_weights_cross_once_a_step(across, hops):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), tuple(MESH))
+    path = ParamPath(1, ("fsdp", "expert"), (), ("fsdp",))
+    spec = GatherSpec(path, "float32", "float32", across=across)
+    summed = jax.shard_map(
+        lambda gradient: sum_shards(gradient, spec),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    traced = jax.make_jaxpr(summed)(jax.ShapeDtypeStruct((3, 8, 5), "float32"))
+    assert [one.axes for one in collectives(traced.jaxpr)] == [(axis,) for axis in hops]
