@@ -119,7 +119,7 @@ def test_pairs_are_counted_as_they_are_seen(window, before):
         return near and key <= position and (key < start or not before)
 
     pairs = [seen(*one) for one in product(starts, range(run), range(keys))]
-    extent = Extent(starts, window, before=before, run=run)
+    extent = Extent(starts, window, window, before=before, run=run)
     assert extent.visits(2 * run, keys) == sum(pairs)  # the mean of two places, for two stripes
 
 
