@@ -128,9 +128,6 @@ def fitting(
             ranked = rank_items(peer_NK, peers=owners, merge=hop.merge, expert_MK=by)
             held_NK = ranked.rank_MK < parts * rows
             part_NK = ranked.rank_MK % parts
-            if route.parts_by_expert:  # equal runs
-                count_P = jnp.clip(ranked.counts_P, 1, parts * rows)
-                part_NK = ranked.rank_MK * parts // count_P[jnp.minimum(peer_NK, owners - 1)]
             item_NK = ranked.peer_MK
         else:
             item_NK = rank_items(peer_NK, peers=owners, merge=hop.merge).peer_MK
