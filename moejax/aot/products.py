@@ -62,7 +62,8 @@ def _attention(line: Instruction, q: ArrayType) -> float:
         pairs = causal_pairs(T, int(window[1]) if window else None)
     products = 5 if line.target.endswith("Backward") else 2
     channels = q.size // T  # of all sequences and heads
-    assert channels % (shape[0] * shape[1]) == 0, line.name
+    if channels % (shape[0] * shape[1]):
+        raise ValueError(f"{line.name} has {channels} channels of {shape[:2]} sequences and heads")
     return 2.0 * products * channels * pairs
 
 

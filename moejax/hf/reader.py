@@ -143,7 +143,8 @@ class Folder:
         out = np.empty(wanted, dtype)
         if not out.size:
             return out
-        assert stored.shape, "no parameter is a scalar"
+        if not stored.shape:
+            raise ValueError("no parameter is a scalar")
         for place, run in _runs(stored.shape, ranges, dtype.itemsize):
             shape = [stop - start for start, stop in run]
             target = out[tuple(place)]

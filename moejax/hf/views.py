@@ -46,7 +46,8 @@ class View:
 
     def __post_init__(self) -> None:
         letters = "".join(self.groups) + "".join(letter for letter, _ in self.at)
-        assert sorted(letters) == sorted(self.dims), f"{letters} are not the letters {self.dims}"
+        if sorted(letters) != sorted(self.dims):
+            raise ValueError(f"{letters} are not the letters {self.dims}")
 
     @property
     def size(self) -> dict[str, int]:

@@ -215,7 +215,8 @@ class _Output:
     def write(self, place: PlacedTensor, values: np.ndarray) -> None:
         """Writes a tensor at its place; several threads may write."""
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        assert data.nbytes == place.stop - place.start, f"{place.tensor.name} has another size"
+        if data.nbytes != place.stop - place.start:
+            raise ValueError(f"{place.tensor.name} has another size")
         with writing(self._path):
             _write_all(self._file.fileno(), data, len(self._header) + place.start)
 

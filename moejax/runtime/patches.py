@@ -1,5 +1,7 @@
 """Private parts of other libraries that moejax replaces or reads: each in one function.
 
+Private kernels are called where they are wrapped: `kernels.attention.tokamax` and `.splash`.
+
 All hold for JAX 0.10 to 0.12 and Orbax 0.12. When a version is added, look at each again: its
 docstring says what must be public there for it to go.
 """

@@ -76,6 +76,7 @@ data.source=tokens data.train_files=a train.eval_every=none
 mesh.expert=2 plan.seconds=none
 moe.experts_per_token=1 moe.router.renormalize=false
 moe.experts_per_token=1 lora.rank=2
+moe.num_experts=1 moe.experts_per_token=1 moe.router.renormalize=false moe.router.score=sigmoid
 moe.experts_per_token=1 lora.rank=2 lora.targets=attention.*,moe.w_in
 model.sliding_window=1 model.attention_sinks=true
 model.sliding_window=2 data.sequence_length=2
@@ -144,6 +145,8 @@ route=duplicate mesh.tensor=2 mesh.expert_weights=whole -> `mesh.expert_weights`
 moe.experts_per_token=1 -> `moe.experts_per_token` = 1 ... router no gradient
 moe.experts_per_token=1 model.first_dense_layers=1 lora.rank=2 lora.targets=groups.1.* -> \
 `moe.experts_per_token` = 1 ... renormalize=false
+moe.num_experts=1 moe.experts_per_token=1 moe.router.renormalize=false -> \
+`moe.num_experts` = 1 makes ... moe_every=none
 model.sliding_window=1 -> `model.sliding_window` = 1 ... itself alone
 data.sequence_length=1 -> `data.sequence_length` = 1 ... itself alone
 route=two_level_merge mesh.expert=4 moe.experts_per_token=1 -> is 1 ... Choose two_level.

@@ -1,5 +1,6 @@
 """Attention to ranges of keys, whole and in pieces, against every pair at once in float64."""
 
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 import moejax
 from moejax.kernels.attention import blocked
+from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.ranged import Extent, Keys, ranged_attention, ranges
+from moejax.runtime.patches import described_gpu
 from tests.cases import few
 
 
@@ -123,7 +126,21 @@ def test_pairs_are_counted_as_they_are_seen(window, before):
     assert extent.visits(2 * run, keys) == sum(pairs)  # the mean of two places, for two stripes
 
 
-def test_nobody_differentiates_the_log_that_jax_returns():
+def test_nobody_differentiates_the_log_that_jax_returns(monkeypatch):
     """Its gradient is dropped by cuDNN, and not on a CPU: right here, wrong there."""
     for path in Path(moejax.__file__).parent.rglob("*.py"):
-        assert "return_residual=" not in path.read_text(), path
+        assert "return_residual" not in path.read_text(), path
+    asked, library = [], jax.nn.dot_product_attention
+
+    def watched(*arrays, **options):
+        asked.append(options)
+        return library(*arrays, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", watched)
+    x, segment = jnp.ones((1, 64, 2, 64), jnp.bfloat16), jnp.zeros((1, 64), jnp.int32)
+    with described_gpu():
+        for name in ("cudnn", "cudnn_masked", "reference"):
+            attend = partial(attention, window=None, implementation=name)
+            jax.eval_shape(jax.grad(lambda q, f=attend: jnp.sum(f(q, x, x, segment))), x)
+    assert len(asked) == 3
+    assert not any("residual" in option for options in asked for option in options)

@@ -333,6 +333,26 @@ LATENT = {"model.attention": "latent", "model.kv_latent": 16, "model.rope_width"
 SLICES = {"mesh.stage_slices": 2, "model.layers_before_stages": 1, "model.num_layers": 5}
 
 
+@pytest.mark.parametrize(
+    ("place", "installed", "wanted"),
+    [
+        (CPU, True, "blocked < tokamax: *this is cpu"),
+        (TPU, True, "splash"),
+        (HOPPER, True, "tokamax"),
+        (HOPPER, False, "blocked < tokamax: *Install*"),
+        (Hardware("gpu", "10.0"), True, "tokamax"),
+        (AMPERE, True, "blocked < tokamax: *this is 8.0"),
+    ],
+)
+def test_devices_that_share_sequences_attend_to_ranges(place, installed, wanted, monkeypatch):
+    monkeypatch.setattr(select, "INSTALLED", installed)
+    shared = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.context_stripe": 16}
+    cfg = change(Config(), SMALL | shared | {"model.dtype": "bfloat16"})
+    choices = select_kernels(cfg, place)
+    assert_chosen(choices["attention"], wanted)
+    assert "sliced_attention" not in choices
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize(

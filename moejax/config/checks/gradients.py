@@ -1,7 +1,10 @@
 """Refuses settings that leave a trained parameter without a gradient.
 
 Such a gradient is rounding noise alone. Adam divides by its size, so the parameter walks at random
-in full steps, and the loss does not show it.
+in full steps, and the loss does not show it. Biases of keys on channels that do not rotate are left
+alone: without sinks they shift all scores of a query alike, so that no result depends on them. A
+balance loss of zero takes nothing from a router, whose weights scale the output, nor does a bias
+rate of zero.
 """
 
 from fnmatch import fnmatchcase
@@ -15,14 +18,15 @@ ROUTER = "moe.w_router"
 
 def check_gradients(cfg: Config) -> None:
     """Raises InputError at a setting that leaves a trained parameter without a gradient."""
-    moe, model = cfg.moe, cfg.model
+    model, one = cfg.model, _is_alone(cfg)
+    why = "`moe.num_experts` = 1 makes" if one else "`moe.router.renormalize` = true makes"
+    switch = "moe.router.renormalize=false, so that the weight is the expert's probability (Switch)"
     require(
         not (has_fixed_weight(cfg) and _trains_router(cfg)),
-        f"`moe.experts_per_token` = {moe.experts_per_token} and `moe.router.renormalize` = true "
-        "make the weight of a token's only expert one, whatever the router says. The loss then "
-        "gives the router no gradient. Set moe.router.renormalize=false, so that the weight is the "
-        "expert's probability (Switch), choose more experts, or train adapters that leave the "
-        "router out.",
+        f"`moe.experts_per_token` = {cfg.moe.experts_per_token} and {why} the weight of a token's "
+        "only expert one, whatever the router says. The loss then gives the router no gradient. "
+        f"Set {'model.moe_every=none for a dense model' if one else switch}, choose more experts, "
+        "or train adapters that leave the router out.",
     )
     length, window = cfg.data.sequence_length, model.sliding_window
     name = "data.sequence_length" if length == 1 else "model.sliding_window"
@@ -36,7 +40,13 @@ def check_gradients(cfg: Config) -> None:
 def has_fixed_weight(cfg: Config) -> bool:
     """Returns whether the weight of each token's only expert is always one."""
     moe = cfg.moe
-    return cfg.model.has_experts and moe.experts_per_token == 1 and moe.router.renormalize
+    fixed = moe.router.renormalize or _is_alone(cfg)
+    return cfg.model.has_experts and moe.experts_per_token == 1 and fixed
+
+
+def _is_alone(cfg: Config) -> bool:
+    """Returns whether a softmax goes over one expert."""
+    return cfg.moe.num_experts == 1 and cfg.moe.router.score == "softmax"
 
 
 def _trains_router(cfg: Config) -> bool:

@@ -242,7 +242,8 @@ class Topology:
 
     def _peers(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """Returns how many peers of the group a device reaches over each tier."""
-        assert 0 < len(group) <= len(self.tiers), f"a group {group} on {len(self.tiers)} tiers"
+        if not 0 < len(group) <= len(self.tiers):
+            raise ValueError(f"a group {group} on {len(self.tiers)} tiers")
         group = (*group, *(1,) * (len(self.tiers) - len(group)))
         reached = [math.prod(group[:t]) for t in range(len(group) + 1)]
         return tuple(after - before for before, after in itertools.pairwise(reached))

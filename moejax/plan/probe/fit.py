@@ -32,7 +32,8 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
     Args:
       points: (bytes on the wire of a device, seconds), of at least two sizes.
     """
-    assert len({size for size, _ in points}) > 1, "one size tells no startup from bandwidth"
+    if len({size for size, _ in points}) < 2:
+        raise ValueError("one size tells no startup from bandwidth")
     x, t = np.array(points, np.float64).T
     weight = np.ones_like(t)
     startup, slope = 0.0, 0.0

@@ -184,7 +184,8 @@ def collective(kind: str, axis: str, size: int, count: int) -> tuple[Operate, St
     whole = _zeros(count * part)
     if kind == "reduce_scatter":
         return lambda x: wire.reduce_scatter(x, axes, dim=0, tag=None), whole, sent
-    assert kind == "all_reduce"
+    if kind != "all_reduce":
+        raise ValueError(f"no collective {kind}")
     return lambda x: wire.all_reduce(x, axes, tag=None), whole, 2 * sent
 
 

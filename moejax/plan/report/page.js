@@ -114,18 +114,8 @@ function meaning() {
     return [part, axes[axis]?.(size) ?? layouts[part] ?? ""];
   });
   rows.push(["route", best.route_text]);
-  const said = (part) => /^remat full/.test(part) ? "the backward pass computes anew what it needs of a layer"
-    : part === "remat dots" ? "matrix products are kept; the backward pass computes the rest anew"
-    : /^remat/.test(part) ? "the backward pass computes anew a part of what it needs"
-    : part === "stages keep inputs alone" ? "of a micro-batch a stage keeps its input, and computes the rest again for backward"
-    : /^schedule /.test(part) ? "one micro-batch goes forward while another goes back, so that each hides the other's exchanges"
-    : /chunks a stage$/.test(part) ? "each stage has several parts of the model, so that it waits less at the start and the end"
-    : /slices$/.test(part) ? "parts of a micro-batch's positions follow one another through the stages"
-    : /micro-batches$/.test(part) ? "one after the other, so that less lives at one time"
-    : /^pieces/.test(part) ? "gradients travel in pieces while the next are made"
-    : /^dense weights/.test(part) ? "of attention, MLPs and vocabulary: kept until the step ends, and their gradients reduced once" : "";
   if (best.codecs !== "none") rows.push(["codecs", `compressed between nodes: ${words(best.codecs)}`]);
-  rows.push(...best.rest_parts.map((part) => [part, said(part)]));
+  rows.push(...Object.entries(best.rest_parts));
   return rows;
 }
 // The terms that differ most, or all of them, beside the winner's.

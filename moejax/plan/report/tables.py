@@ -55,31 +55,72 @@ def codec_text(cfg: Config) -> str:
 def rest_text(cfg: Config) -> str:
     """Returns codecs, reductions, recomputation and micro-batches that are not the default."""
     codecs = codec_text(cfg)
-    return ", ".join([codecs] * (codecs != "none") + rest_parts(cfg)) or "-"
+    return ", ".join([codecs] * (codecs != "none") + [*rest_parts(cfg)]) or "-"
 
 
-def rest_parts(cfg: Config) -> list[str]:
-    """Returns reductions, recomputation and micro-batches that are not the default."""
-    mesh, size = cfg.mesh, cfg.train.reduction_bytes
-    across = {"use": "at each use", "passes": "once for both passes", "step": "once a step"}
-    across_text = f"weights across nodes first, {across.get(mesh.gather_across)}"
-    headroom = f"buckets of {cfg.moe.headroom:g} times the mean"
-    shared = f"{mesh.context} devices share a sequence, keys by {mesh.context_exchange}"
-    staged = mesh.stage > 1
-    parts = [
-        (size is not None, f"pieces of {(size or 0) / 2**20:.0f} MiB"),
-        (cfg.moe.headroom != MoEConfig().headroom, headroom),
-        (mesh.gather_dense == "step", "dense weights gathered once a step"),
-        (mesh.gather_across != "flat", across_text),
-        (cfg.model.remat != "none", f"remat {cfg.model.remat}"),
-        (cfg.train.micro_batches > 1, f"{cfg.train.micro_batches} micro-batches"),
-        (staged and mesh.schedule != "1f1b", f"schedule {mesh.schedule}"),
-        (cfg.model.stage_chunks > 1, f"{cfg.model.stage_chunks} chunks a stage"),
-        (mesh.context > 1, shared),
-        (mesh.stage_slices > 1, f"{mesh.stage_slices} slices"),
-        (staged and mesh.stage_keeps == "input", "stages keep inputs alone"),
-    ]
-    return [text for changed, text in parts if changed]
+REMAT = {
+    "full": "the backward pass computes anew what it needs of a layer",
+    "dots": "matrix products are kept; the backward pass computes the rest anew",
+}
+ACROSS = {"use": "at each use", "passes": "once for both passes", "step": "once a step"}
+
+
+def rest_parts(cfg: Config) -> dict[str, str]:
+    """Returns settings beside mesh, route and codecs that are not the default: name, meaning."""
+    mesh, model, size = cfg.mesh, cfg.model, cfg.train.reduction_bytes
+    staged, parts = mesh.stage > 1, {}
+    if size is not None:
+        parts[f"pieces of {size / 2**20:.0f} MiB"] = (
+            "gradients travel in pieces while the next are made"
+        )
+    if cfg.moe.headroom != MoEConfig().headroom:
+        parts[f"buckets of {cfg.moe.headroom:g} times the mean"] = (
+            "room for the rows that one device sends to another; those beyond it go in rounds after"
+        )
+    if mesh.gather_dense == "step":
+        parts["dense weights gathered once a step"] = (
+            "of attention, MLPs and vocabulary: kept until the step ends, and their gradients "
+            "reduced once"
+        )
+    if mesh.gather_across != "flat":
+        parts[f"weights across nodes first, {ACROSS[mesh.gather_across]}"] = (
+            "a node receives each weight once, and its devices gather the rest from each other"
+        )
+    if model.remat != "none":
+        part = "the backward pass computes anew a part of what it needs"
+        parts[f"remat {model.remat}"] = REMAT.get(model.remat, part)
+    if cfg.train.micro_batches > 1:
+        parts[f"{cfg.train.micro_batches} micro-batches"] = (
+            "one after the other, so that less lives at one time"
+        )
+    if mesh.context > 1:
+        parts[f"{mesh.context} devices share a sequence, keys by {mesh.context_exchange}"] = (
+            "each holds some of its positions, and sees the others' keys and values"
+        )
+    return parts | (_stage_parts(cfg) if staged else {})
+
+
+def _stage_parts(cfg: Config) -> dict[str, str]:
+    mesh, parts = cfg.mesh, {}
+    if mesh.schedule != "1f1b":
+        parts[f"schedule {mesh.schedule}"] = (
+            "one micro-batch goes forward while another goes back, so that each hides the other's "
+            "exchanges"
+        )
+    if cfg.model.stage_chunks > 1:
+        parts[f"{cfg.model.stage_chunks} chunks a stage"] = (
+            "each stage has several parts of the model, so that it waits less at the start and the "
+            "end"
+        )
+    if mesh.stage_slices > 1:
+        parts[f"{mesh.stage_slices} slices"] = (
+            "parts of a micro-batch's positions follow one another through the stages"
+        )
+    if mesh.stage_keeps == "input":
+        parts["stages keep inputs alone"] = (
+            "of a micro-batch a stage keeps its input, and computes the rest again for backward"
+        )
+    return parts
 
 
 def print_ranked(

@@ -61,7 +61,7 @@ class Report:
         parts = {
             "step": f"step {self.step}/{num_steps}",
             "loss": "no targets" if self.without_targets else f"loss {self.loss:.4f}",
-            "ahead": f"ahead {self.ahead_loss:.4f}" if self.ahead_loss is not None else "",
+            "ahead": "" if self.without_targets else self._ahead_text(),
             "rate": f"{self.tokens_per_second:,.0f} tok/s",
             "flops": f"{gigaflops:,.1f} GFLOP/s ({self.share_of_peak:.0%} of peak)",
             "balance": f"balance {self.balance:.3f}",
@@ -74,6 +74,12 @@ class Report:
             if width is not None and len("  ".join(filter(None, parts.values()))) > width:
                 parts[left_out] = ""
         return "  ".join(filter(None, parts.values()))
+
+    def _ahead_text(self) -> str:
+        if self.ahead_loss is None:
+            return ""
+        known = not math.isnan(self.ahead_loss)
+        return f"ahead {self.ahead_loss:.4f}" if known else "no targets ahead"
 
 
 @dataclass

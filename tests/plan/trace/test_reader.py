@@ -1,7 +1,6 @@
 """The traced step as a schedule: what is counted, and that nothing depends on the mesh's size."""
 
 import dataclasses
-import re
 from collections import Counter
 from functools import partial
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moejax.aot.compiled import CompiledText
 from moejax.config.schema import CompressionConfig
 from moejax.kernels.experts.expert_mlp import expert_mlp
 from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
@@ -304,24 +304,31 @@ def test_codecs_are_counted_as_the_compiler_does(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 3])
-def test_keys_of_shared_sequences_are_counted_as_the_compiler_does(window):
-    """All of them across two nodes first, and then inside; or those before each stripe."""
-    model = {"sliding_window": window, "scan_layers": False}
+@pytest.mark.parametrize(
+    ("model", "exchange"),
+    [({}, "gather"), ({"sliding_window": 3}, "gather"), (LATENT, "gather"), ({}, "ring")],
+)
+def test_keys_of_shared_sequences_are_counted_as_the_compiler_does(model, exchange):
+    """All of them across two nodes first, and then inside; those before each stripe; along a ring.
+
+    Latents travel and not the keys that they become.
+    """
+    model = {"scan_layers": False} | model
     cfg = small_config((1, 2, 2, 1), model=model, train={"batch_sequences": 2}, moe=CERTAIN)
-    mesh = dataclasses.replace(cfg.mesh, nodes=2, context=4, context_stripe=2)
+    shared = {"context": 4, "context_stripe": 2, "context_exchange": exchange}
+    mesh = dataclasses.replace(cfg.mesh, nodes=2, **shared)
     assert_counted(step_for(dataclasses.replace(cfg, mesh=mesh)))
 
 
 def assert_counted(train_step):
-    """The program's collectives are as many, of each kind, as in the compiled one."""
+    """The program's collectives are as many, and as many bytes, of each kind as the compiler's."""
     traced = train_step.step.trace(train_step.abstract, train_step.abstract_batch())
-    counted = Counter()
-    for one in collectives(traced.jaxpr):
-        counted[one.kind] += one.calls
-    text = traced.lower().compile().as_text()
-    names = r"\s(all-gather|reduce-scatter|all-to-all|collective-permute)\("
-    compiled = Counter(name.replace("-", "_") for name in re.findall(names, text))
-    compiled["ppermute"] = compiled["collective_permute"]
-    for name in ("all_gather", "reduce_scatter", "all_to_all", "ppermute"):
-        assert compiled[name] == counted[name], name
+    text = CompiledText(traced.lower().compile().as_text(), dict(train_step.layout.sizes))
+    counted, compiled = Counter(), Counter()
+    for found, ones in ((counted, collectives(traced.jaxpr)), (compiled, text.exchanges())):
+        for one in ones:
+            found[one.kind] += one.calls
+            found[one.kind, "bytes"] += one.calls * one.bytes
+    for kind in ("all_gather", "reduce_scatter", "all_to_all", "ppermute"):
+        assert compiled[kind] == counted[kind], kind
+        assert compiled[kind, "bytes"] == counted[kind, "bytes"], kind
