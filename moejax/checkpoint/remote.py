@@ -78,22 +78,22 @@ class Copies:
             self._pending = self._thread.submit(self.copy_missing, directory)
 
     def finished(
-        self, told: Callable[[list[int], str | None], None], *, wait: bool = False
+        self, on_event: Callable[[list[int], str | None], None], *, wait: bool = False
     ) -> None:
         """Reports ended copying: the steps, or the error. Failed copies are tried again later."""
         if self._pending is None or not (wait or self._pending.done()):
             return
         done, self._pending = self._pending, None
         try:
-            told(done.result(), None)
+            on_event(done.result(), None)
         except Exception as error:  # each kind of store has its own
-            told([], without_secrets(f"{type(error).__name__}: {error}").splitlines()[0])
+            on_event([], without_secrets(f"{type(error).__name__}: {error}").splitlines()[0])
 
-    def close(self, directory: Path, told: Callable[[list[int], str | None], None]) -> None:
+    def close(self, directory: Path, on_event: Callable[[list[int], str | None], None]) -> None:
         """Copies the steps that have no copy, and waits for them."""
-        self.finished(told, wait=True)
+        self.finished(on_event, wait=True)
         self.start(directory)
-        self.finished(told, wait=True)
+        self.finished(on_event, wait=True)
         self._thread.shutdown()
 
     def copy_missing(self, directory: Path) -> list[int]:
