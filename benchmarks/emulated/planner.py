@@ -10,12 +10,10 @@ of devices that no price was made with, and are judged as a group of their own.
 Needs root, ip and tc. Writes planner.json and planner.md, and goes on where it was stopped; a
 set-up is measured by one run on one machine, which its record names.
 
-    python -m benchmarks.emulated.planner --out benchmarks/results
     python -m benchmarks.emulated.planner --group odd --plans 8 --rounds 10 --out benchmarks/results
     python -m benchmarks.emulated.planner --group like --plans 5 --rounds 5 --out benchmarks/results
 
-The second takes about 24 minutes, for five set-ups; the third, whose models have the ratios of
-large ones on large clusters, ten a set-up. In two to four, this shows only that all runs:
+A set-up takes about ten minutes. In two to four this shows only that all runs:
 
     python -m benchmarks.emulated.planner --only "top-1, 3 x 1" --quick --plans 4 --out /tmp
 

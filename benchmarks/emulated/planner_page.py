@@ -85,7 +85,7 @@ def page(record: dict[str, Any], intro: str) -> str:
     ]
     for name in GROUPS:
         lines += group(name, {k: v for k, v in results.items() if _setup(v).group == name})
-    lines += [*by_rate(results), *probes(record["clusters"]), ""]
+    lines += [*probes(record["clusters"]), ""]
     for name, one in results.items():
         lines += setup_section(name, one)
     return "\n".join(lines)
@@ -96,16 +96,12 @@ def group(name: str, results: dict[str, Any]) -> list[str]:
     if not results:
         return []
     title = {
-        "usual": "Usual shapes",
         "odd": "Odd shapes: models and devices that no price knew",
         "like": "Shapes with the ratios of large models on large clusters",
     }
-    dates = ", ".join(sorted({one["date"] for one in results.values()}))
-    taken = {row["rule"] for one in results.values() for row in one["rows"]} - {None}
     lines = [
         f"{title[name]}:",
         "",
-        *([f"Measured {dates}; of the rules of thumb EP alone.", ""] if taken == {"EP"} else []),
         "| set-up | plans | regret | Kendall | of pairs apart | left out | raw | "
         "best rule of thumb | rule / chosen | rule / best without codecs | search (s) |",
         "|---|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|",
@@ -196,30 +192,6 @@ def summary(results: dict[str, Any]) -> list[str]:
         f"fast as the best rule of thumb in {sum(x >= 1.3 for x in over)} of {len(over)}, least "
         f"{ratio(min(over, default=None))} times."
     ]
-
-
-def by_rate(results: dict[str, Any]) -> list[str]:
-    """What is chosen and what is best for one model and one number of devices, as links differ."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for one in results.values():
-        model, hosts, devices, _ = one["setup"].values()
-        groups.setdefault(f"{model}, {hosts} x {devices}", []).append(one)
-    lines = []
-    for name, group in groups.items():
-        if len(group) < 2:
-            continue
-        lines += [
-            f"{name}, as the links' rate changes:",
-            "",
-            "| Mbit/s | chosen | best measured |",
-            "|---:|---|---|",
-        ]
-        for one in sorted(group, key=lambda one: one["setup"]["rate"]):
-            chosen, best = one["rows"][0], one["rows"][one["judged"]["best"]]
-            said = "the same" if best is chosen else words(one, best)
-            lines.append(f"| {one['setup']['rate']} | {words(one, chosen)} | {said} |")
-        lines.append("")
-    return lines
 
 
 def probes(clusters: dict[str, Any]) -> list[str]:

@@ -9,39 +9,6 @@ from moejax.config.fields import change
 from moejax.config.load import load_config
 from moejax.config.schema import Config, PlanConfig
 
-MODELS: dict[str, dict[str, Any]] = {
-    "balanced": {
-        "model.width": 256,
-        "model.num_layers": 2,
-        "model.num_heads": 8,
-        "model.num_kv_heads": 8,
-        "moe.num_experts": 8,
-        "moe.expert_hidden": 512,
-        "train.batch_sequences": 16,
-        "data.sequence_length": 128,
-    },
-    "attention": {
-        "model.width": 256,
-        "model.num_layers": 2,
-        "model.num_heads": 16,
-        "model.num_kv_heads": 16,
-        "moe.num_experts": 8,
-        "moe.expert_hidden": 64,
-        "train.batch_sequences": 8,
-        "data.sequence_length": 512,
-    },
-    "exchange": {
-        "model.width": 256,
-        "model.num_layers": 2,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 4,
-        "moe.num_experts": 16,
-        "moe.experts_per_token": 4,
-        "moe.expert_hidden": 1024,
-        "train.batch_sequences": 16,
-        "data.sequence_length": 64,
-    },
-}
 # Shapes that no price was made with: widths that are no powers of two, one and three experts a
 # token, numbers that three devices divide. "heavy" has few tokens and large weights to gather.
 UNEVEN: dict[str, Any] = {
@@ -103,7 +70,7 @@ REAL: dict[str, tuple[str, int, float]] = {
 H100_FLOPS = (
     769e12  # of its fastest bfloat16 product, as in moejax/plan/cluster/known/dgx_h100.json
 )
-GROUPS = ("usual", "odd", "like")
+GROUPS = ("odd", "like")
 EVERY = {"model.vocab_size": 512, "model.head_width": 32, "moe.capacity_factor": 1.25}
 
 
@@ -126,19 +93,16 @@ class Setup:
 
     @property
     def group(self) -> str:
-        """Its group on the page: the usual models, odd ones, or those like large ones."""
-        return "odd" if self.model in ODD else "like" if self.model in LIKE else "usual"
+        """Its group on the page: odd models, or those like large ones."""
+        return "odd" if self.model in ODD else "like"
 
     @property
     def settings(self) -> dict[str, Any]:
         """The model's settings."""
-        return EVERY | (MODELS | ODD | LIKE)[self.model]
+        return EVERY | (ODD | LIKE)[self.model]
 
 
 SETUPS = (
-    *(Setup("balanced", 2, 4, rate) for rate in (50, 400)),
-    Setup("attention", 2, 4, 400),
-    Setup("exchange", 4, 2, 100),
     *(Setup(model, 3, 2, 60) for model in ODD),
     Setup("top-1", 3, 1, 60),
     Setup("top-3", 2, 3, 60),

@@ -46,9 +46,9 @@ def test_each_group_has_a_table_and_a_summary_of_its_own():
     text = page({"clusters": {}, "results": results}, "Intro.")
     assert text.count(" | FSDP | 3.00 | 1.50 | ") == len(GROUPS)
     assert text.count("Over 1 set-ups: regret 0.0% median") == len(GROUPS)
-    assert text.index("Usual shapes:") < text.index("Odd shapes: ")
+    assert text.index("Odd shapes: ") < text.index("Shapes with the ratios")
     alone = page({"clusters": {}, "results": dict(list(results.items())[:1])}, "Intro.")
-    assert "Odd shapes" not in alone
+    assert "Shapes with the ratios" not in alone
 
 
 def test_where_no_rule_of_thumb_runs_the_page_says_so():
