@@ -117,8 +117,8 @@ def _split_optional(hint: Any) -> tuple[type, bool, type]:
     (plain,) = (part for part in parts if part is not types.NoneType)
     kind = typing.get_origin(plain) or plain
     item = typing.get_args(plain)[0] if kind is tuple else str
-    assert kind in _KIND_NAMES, f"no rule to read a setting of type {hint}"
-    assert item in (str, float), f"no rule to read a list of type {hint}"
+    if kind not in _KIND_NAMES or item not in (str, float):
+        raise TypeError(f"no rule to read a setting of type {hint}")
     return kind, len(parts) > 1, item
 
 

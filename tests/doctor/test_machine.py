@@ -63,7 +63,7 @@ def test_it_says_what_quantises_rows_of_tokens_as_they_move(capsys):
 
 
 def test_what_the_config_asks_for_and_cannot_have_is_an_error(capsys):
-    odd = ["--config.kernels=required", "--config.data.sequence_length=4100"]
+    odd = ["--config.kernels=required", "--config.model.head_width=36"]
     assert main([*OLMOE, *odd, "--target", "v6e"]) == 2
     assert "kernels" in capsys.readouterr().err
     assert main(["--config.kernels=required"]) == 2
