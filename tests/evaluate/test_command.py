@@ -70,7 +70,10 @@ def test_documents_add_up_to_the_whole_on_any_mesh(place, capsys):
     words = ["--run", folder / "run", "--by-document"]
     own = scored(capsys, *words)
     other = scored(capsys, *words, "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
-    sharing = [f"--config.mesh.{word}" for word in ("fsdp=2", "context=4", "context_stripe=2")]
+    sharing = [
+        f"--config.mesh.{word}"
+        for word in ("fsdp=2", "expert=2", "tensor=2", "context=4", "context_stripe=2")
+    ]
     shared = scored(capsys, *words, *sharing)
     bound = own["tokens"] * float(np.finfo(np.float32).eps)
     for found in (own, other, shared):
