@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
     config.model.qk_norm = "head"
     config.model.tie_embeddings = False
     config.model.dtype = "bfloat16"
-    config.model.remat = "attention"
+    config.model.remat = "experts"
     config.model.rope.theta = 1e6
     config.moe.num_experts = 128
     config.moe.experts_per_token = 8
