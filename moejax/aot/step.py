@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.sharding import Mesh
+
 from moejax.aot.compiled import CompiledCollective, CompiledText, ScheduleText
 from moejax.aot.target import NODE, Target, describe_devices
 from moejax.aot.work import Work, measure_work
@@ -243,7 +245,8 @@ def other_peaks(train_step: TrainStep, step: CompiledStep) -> dict[str, int]:
 
 
 def _lowered(train_step: TrainStep, function: Any, argument: Any = None) -> Any:
-    with described_gpu():
+    assert isinstance(train_step.mesh, Mesh)
+    with described_gpu(train_step.mesh.devices.flat[0]):
         return function.lower(train_step.abstract, argument or train_step.abstract_batch())
 
 

@@ -7,7 +7,7 @@ network; nodes of one slice also share the links between its chips.
 import importlib.util
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ from moejax.runtime.memory import SHARE
 
 NODE = 8  # devices
 
-# The fields of XLA's `GpuTargetConfigProto` that its compiler needs. Source of the values: XLA,
-# xla/backends/gpu/target_config/specs/h200.txtpb.
-H200 = """
-gpu_device_info {
-  name: "NVIDIA H200" device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  device_memory_size: 151397597184 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+# The fields of XLA's `GpuTargetConfigProto` that its compiler needs; those of `{}` differ by kind.
+GPU = """
+gpu_device_info {{
+  name: "{name}" device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {major} feature_extension: ACCELERATED_FEATURES }}
+  core_count: {cores} fpus_per_core: 128 clock_rate_ghz: {gigahertz}
+  device_memory_size: {memory} memory_bandwidth: {bandwidth} l2_cache_size: {cache}
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_core: 233472 shared_memory_per_block: 49152
@@ -36,12 +35,21 @@ gpu_device_info {
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.10.0"
-  device_interconnect_info { active_links: 18 }
-}
+  device_interconnect_info {{ active_links: 18 }}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
 """
+# Source: XLA, xla/backends/gpu/target_config/specs/, h200.txtpb and b200.txtpb.
+H200 = {
+    "name": "NVIDIA H200", "major": 9, "cores": 132, "gigahertz": 1.98,
+    "memory": 151_397_597_184, "bandwidth": 4_800_000_000_000, "cache": 52_428_800,
+}  # fmt: skip
+B200 = {
+    "name": "NVIDIA B200", "major": 10, "cores": 148, "gigahertz": 1.965,
+    "memory": 191_514_411_008, "bandwidth": 7_672_320_000_000, "cache": 132_644_864,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class Target:
 
     Attributes:
       platform: "gpu" or "tpu".
+      gpu: what `GPU` is filled with.
       topology: libtpu's name of one slice.
       memory_bytes: memory of one device that a program may use.
       extra: the extra of moejax that installs the compiler.
@@ -59,17 +68,19 @@ class Target:
     platform: str
     memory_bytes: int
     extra: str
+    gpu: dict[str, Any] = field(default_factory=dict)
     topology: str = ""
     slice_nodes: int = 1
 
 
 TARGETS = {
-    "h200": Target("gpu", int(SHARE * 151_397_597_184), "aot"),
+    "h200": Target("gpu", int(SHARE * H200["memory"]), "aot", H200),
+    "b200": Target("gpu", int(SHARE * B200["memory"]), "aot", B200),
     # Memory: Google Cloud's pages of TPU v5p and v6e.
-    "v5p": Target("tpu", 95 * 2**30, "tpu", "v5p:2x2x2"),
-    "v6e": Target("tpu", 32 * 2**30, "tpu", "v6e:2x4"),
-    "v5p_16": Target("tpu", 95 * 2**30, "tpu", "v5p:2x2x4", 2),
-    "v6e_16": Target("tpu", 32 * 2**30, "tpu", "v6e:4x4", 2),
+    "v5p": Target("tpu", 95 * 2**30, "tpu", topology="v5p:2x2x2"),
+    "v6e": Target("tpu", 32 * 2**30, "tpu", topology="v6e:2x4"),
+    "v5p_16": Target("tpu", 95 * 2**30, "tpu", topology="v5p:2x2x4", slice_nodes=2),
+    "v6e_16": Target("tpu", 32 * 2**30, "tpu", topology="v6e:4x4", slice_nodes=2),
 }
 
 
@@ -101,7 +112,9 @@ def _topology(target: Target, nodes: int) -> topologies.TopologyDescription:
     if target.platform == "gpu":
         # Partitions, in which NVLink reaches, x hosts of each x devices of a host.
         shape = f"{nodes}x1x{NODE}"
-        return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=H200)
+        return topologies.get_topology_desc(
+            platform="cuda", topology=shape, target_config=GPU.format(**target.gpu)
+        )
     # libtpu would ask Google Cloud's metadata server where it runs.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     number = nodes // target.slice_nodes

@@ -12,7 +12,7 @@ from rich.table import Table
 from moejax.aot.target import TARGETS
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.kernels.select import HOPPER, Choice, Hardware, select_kernels
+from moejax.kernels.select import Choice, Hardware, select_kernels
 from moejax.version import __version__
 
 PACKAGES = (
@@ -35,7 +35,8 @@ def versions() -> dict[str, str]:
 def hardware_of_target(target: str | None) -> Hardware:
     """Returns what kernels are chosen for: the named accelerators, else those of this machine."""
     if target is not None:
-        return Hardware(TARGETS[target].platform, HOPPER if target == "h200" else None)
+        named = TARGETS[target]
+        return Hardware(named.platform, f"{named.gpu['major']}.0" if named.gpu else None)
     device = devices_here()[0]
     return Hardware(device.platform, getattr(device, "compute_capability", None))
 

@@ -68,7 +68,7 @@ function unpack(data) {
 let runs = unpack(given);
 const view = { axis: "steps", smooth: 0, from: 0, to: 100 };
 
-// The time of a step, from the nearest report: hours since the run's first line.
+// The time of a step: hours since the run's first line, even between two lines.
 function hours(run, step) {
   const clock = run.columns.time;
   if (!clock) return NaN;
@@ -77,7 +77,9 @@ function hours(run, step) {
     const middle = (low + high) >> 1;
     if (clock.steps[middle] < step) low = middle + 1; else high = middle;
   }
-  return (clock.values[low] - clock.values[0]) / 3600;
+  const before = Math.max(low - 1, 0), between = clock.steps[low] - clock.steps[before];
+  const part = between ? Math.min((step - clock.steps[before]) / between, 1) : 1;
+  return (clock.values[before] + part * (clock.values[low] - clock.values[before]) - clock.values[0]) / 3600;
 }
 const tokens = (run) => (run.config["train.batch_sequences"] ?? NaN) * (run.config["data.sequence_length"] ?? NaN);
 const AXES = {

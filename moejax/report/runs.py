@@ -122,13 +122,22 @@ def _add(run: RunRecord, line: dict[str, Any]) -> None:
         run.events.append({k: v for k, v in line.items() if k != "config"})
         return
     prefix = "held_out_" if "eval" in event else "predicted_" if event == "predicted" else ""
+    losses = line.pop("losses", None)
+    if isinstance(losses, list):  # the last is the line's own `loss`
+        for before, loss in enumerate(losses[:-1], step + 1 - len(losses)):
+            _add_value(run, "loss", before, loss)
     for name, value in line.items():
         if name in ("step", "event") or (prefix and name == "time"):
             continue
         if isinstance(value, list):
             value = float(sum(value))
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            run.columns.setdefault(prefix + name, Column()).add(step, value)
+        _add_value(run, prefix + name, step, value)
+
+
+def _add_value(run: RunRecord, name: str, step: int, value: Any) -> None:
+    """Adds a value to its column, if it is a number or null."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        run.columns.setdefault(name, Column()).add(step, value)
 
 
 def _loads(path: Path, run: RunRecord) -> list[Load]:

@@ -26,10 +26,7 @@ class EventLog:
     def write(self, event: str, **values: Any) -> None:
         """Adds one line: the time in seconds since 1970, the event, and its values."""
         line = {"time": round(time.time(), 3), "event": event, **values}
-        # JSON has no NaN and no infinity: they are written as null.
-        known = {
-            k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()
-        }
+        known = {name: _finite(value) for name, value in line.items()}
         with writing(self._path):
             self._file.write(json.dumps(known, allow_nan=False) + "\n")
 
@@ -37,6 +34,13 @@ class EventLog:
         """Closes the file."""
         with writing(self._path):  # writes the rest of a line that did not fit on the disk
             self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are written as null, also in a list."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -67,21 +67,24 @@ class DescribedHopper:
 
 
 @contextlib.contextmanager
-def described_gpu() -> Iterator[None]:
+def described_gpu(device: Any = DescribedHopper()) -> Iterator[None]:
     """Lets JAX and tokamax trace and lower attention for the described GPU where none is.
 
     They ask the installed cuDNN for its version and the local GPU for its capability, not the
     target; this goes when they ask the target. `kernels.select` has checked what the target takes.
+
+    Args:
+      device: the described GPU.
     """
     import jax._src.cudnn.fused_attention_stablehlo as fused_attention
 
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
-        (fused_attention, "check_cudnn_version", lambda: 91000),  # 9.10.0, as in H200
+        (fused_attention, "check_cudnn_version", lambda: 91000),  # 9.10.0, as in aot/target.py
         # Heads above 128 channels need 9.0.
         (fused_attention, "check_compute_capability", lambda capability: True),
     ]
     if importlib.util.find_spec("tokamax") is not None:
-        answers.append((backend, "get_default_device", DescribedHopper))
+        answers.append((backend, "get_default_device", lambda: device))
     with contextlib.ExitStack() as stack:
         for module, name, answer in answers:
             stack.callback(setattr, module, name, getattr(module, name))

@@ -158,7 +158,7 @@ def report(run: Run, step: int, metrics: Any) -> None:
         run.records.event("first_step", step, loss=losses_of(metrics)[0])
         meter.start(step)
         return
-    line = meter.report(step, metrics)
+    line = meter.report(step)
     run.records.report(line)
     run.display.show(line)
     if run.expert_loads is not None:

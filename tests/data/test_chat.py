@@ -134,6 +134,18 @@ def test_broken_rows_can_be_left_out_and_are_counted(tmp_path, command, capsys):
     assert "gave 0 documents and 3 broken rows" in capsys.readouterr().err
 
 
+def test_rows_that_a_template_writes_otherwise_can_be_left_out(tmp_path, command, capsys):
+    """It leaves out what came before the last question, so a row of two answers is no beginning."""
+    template = "{% for m in messages[-2:] %}{{ m.content }}<|endoftext|>{% endfor %}"
+    (tmp_path / "bytes.jinja").write_text(template)
+    turns = [{"role": role, "content": role} for role in ("user", "assistant")]
+    write_rows(tmp_path, [{"messages": turns}, {"messages": 2 * turns}])
+    assert run(*command, "--eval-fraction", 0, "--skip-bad") == 0
+    said = capsys.readouterr().err
+    assert "left out: 1 broken row. The first: answers cannot be found." in said
+    assert len(conversations(tmp_path / "out/x.train.bin")) == 1
+
+
 def test_notes_tell_of_dates_and_of_turns_without_end(tmp_path, command, capsys):
     template = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "bytes.jinja").write_text(template)

@@ -1,4 +1,4 @@
-"""Train steps for described H200s, each built and compiled once in a process."""
+"""Train steps for described accelerators, each built and compiled once in a process."""
 
 import functools
 from pathlib import Path
@@ -14,11 +14,11 @@ OPTIMIZE: Options = {"xla_backend_optimization_level": 3}
 
 
 @functools.cache
-def described_step(config, nodes, settings):
+def described_step(config, nodes, settings, kind="h200"):
     """The trainer of a config file on so many nodes, in one micro-batch, with other settings."""
     words = [f"--config.{word}" for word in ("train.micro_batches=1", *settings)]
     cfg = load_config(str(CONFIGS / config), words)
-    return build_described(described_config(cfg, TARGETS["h200"], nodes), TARGETS["h200"])
+    return build_described(described_config(cfg, TARGETS[kind], nodes), TARGETS[kind])
 
 
 @functools.cache

@@ -1,6 +1,8 @@
-"""Steps for described H200s whose attention is tokamax's: sixteen share a sequence; gpt-oss."""
+"""Steps for described GPUs whose attention is tokamax's: sixteen share a sequence; gpt-oss."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -47,11 +49,18 @@ def test_memory_of_shared_sequences_is_known_before_the_first_step(exchange):
     assert predicted.bytes == pytest.approx(step.peak_bytes, rel=0.1)
 
 
-def test_attention_of_gpt_oss_is_a_kernel_forward_and_backward():
-    """Sinks, windows and documents, at a length whose mask would be 32 GiB."""
+def attention_of_gpt_oss(kind):
+    """The compiled step of two layers, at a length whose mask would be 32 GiB."""
     settings = ("model.num_layers=2", f"data.sequence_length={LENGTH}", "train.batch_sequences=8")
-    lowered = lower_step(described_step("gpt_oss_20b.py", 1, settings))
-    text = lowered.compile(compiler_options=OPTIMIZE).as_text()
+    lowered = lower_step(described_step("gpt_oss_20b.py", 1, settings, kind))
+    return lowered.compile(compiler_options=OPTIMIZE).as_text()
+
+
+@pytest.mark.parametrize("kind", ["h200", "b200"])
+def test_attention_of_gpt_oss_is_a_kernel_forward_and_backward(kind):
+    """Sinks, windows and documents. Mosaic compiles for one kind of GPU in a process."""
+    program = f"from tests.hlo.test_context import *; print(attention_of_gpt_oss('{kind}'))"
+    text = subprocess.check_output([sys.executable, "-c", program], text=True)
     calls = "\n".join(line for line in text.splitlines() if "mosaic_gpu" in line)
     passes = re.findall(r'op_name="[^"]*/attention/jit\((attention_[a-z]+)', calls)
     # Layers with and without a window: forward, once more for backward, and two kernels backward.

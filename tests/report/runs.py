@@ -10,6 +10,7 @@ CONFIG = {
     "train": {"num_steps": 1000, "batch_sequences": 16},
     "data": {"sequence_length": 128},
     "model": {"width": 64},
+    "mesh": {"replica": None, "fsdp": 2, "expert": 4},
 }
 PLAN = {
     "topology": "emulated",
@@ -26,6 +27,9 @@ TRAFFIC = [
         "bytes": 3 << 20,
     }
 ]
+STARTED = {
+    "devices": 8, "device": "cpu", "parameters": 2_345_678, "jax": "0.12.0", "traffic": TRAFFIC,
+}  # fmt: skip
 
 
 def line(event: str, step: int, **values) -> dict:
@@ -102,14 +106,14 @@ def usual_run(folder: Path, *, steps: int = 500, every: int = 10) -> Path:
     half = steps // 2
     changed = CONFIG | {"model": {"width": 32}}
     first = [
-        line("start", 0, config=changed, devices=8, jax="0.12.0", traffic=TRAFFIC),
+        line("start", 0, config=changed, **STARTED),
         line("note", 0, text=f"warning: {HOSTILE}"),
         line("plan", 0, seconds=0.5),
         line("first_step", 1, loss=5.0),
     ]
     again_lines = [
         line("stopped", half),
-        line("start", half, config=CONFIG, devices=8, jax="0.12.0", traffic=TRAFFIC),
+        line("start", half, config=CONFIG, **STARTED),
         line("first_step", half + 1, loss=2.0),
     ]
     lines, loads = list(first), []

@@ -213,6 +213,7 @@ def test_tiles_say_how_the_run_stands(tab):
     named = {tile[1]: tile[0] for tile in said}
     assert {"loss, last report", "bits per byte, held out", "tokens/s, median"} <= named.keys()
     assert {"wall time", "goodput"} <= named.keys()
+    assert (named["parameters"], named["mesh of 8 x cpu"]) == ("2.35 million", "fsdp 2, expert 4")
     assert named["tokens/s, median"].startswith("4 k")
 
 
@@ -285,11 +286,26 @@ def test_smoothing_and_the_axis_change_the_curve(tab):
     assert opened.evaluate(shown)[0][1][-2] == pytest.approx((490 + late) / 3600)
 
 
+def test_steps_between_two_lines_have_times_between(browser, tmp_path):
+    lines = [report_line(10, 2.0), report_line(20, 1.0, losses=[*range(9, 0, -1), 1.0])]
+    write_report([write_run(tmp_path / "a", lines)], tmp_path / "page.html")
+    with opened_pages(browser, tmp_path / "page.html", ".chart canvas") as open_page:
+        opened = open_page()
+        opened.locator("select").first.select_option("hours")
+        points = opened.evaluate("Array.from(moejax.charts[0].made.getOption().series[0].data)")
+    assert points[::2] == pytest.approx([seconds / 3600 for seconds in range(11)])
+    assert points[1::2] == [2, *range(9, 0, -1), 1]
+
+
 def test_the_heat_map_shows_another_step_and_layer(tab):
     opened = tab()
     opened.locator("h2", has_text="Experts' load").scroll_into_view_if_needed()
     wait_until(opened, "moejax.charts.filter((c) => !c.zooms && c.made).length >= 2")
-    cells = "moejax.charts.filter((c) => !c.zooms)[0].made.getOption().series[0].data"
+    option = "moejax.charts.filter((c) => !c.zooms)[{}].made.getOption()"
+    for chart, across in enumerate(("layer", "step")):
+        axes = [opened.evaluate(f"{option.format(chart)}.{axis}Axis[0].name") for axis in "xy"]
+        assert axes == [across, "expert"]
+    cells = f"{option.format(0)}.series[0].data"
     before = opened.evaluate(cells)
     assert len(before) == 4 * 16
     opened.locator("section", has_text="Experts' load").locator("input").fill("0")

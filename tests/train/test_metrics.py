@@ -5,13 +5,16 @@ import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console
 
+from moejax.report.runs import read_run
 from moejax.step.state import Metrics
 from moejax.train.records import metrics
 from moejax.train.records.display import Display
 from moejax.train.records.metrics import Meter, Records
+from tests.train.test_board import events
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +55,14 @@ def started(first=10):
 
 def report(clock, **values):
     """The report of the step 14, two seconds after step 10."""
-    meter = started()
-    clock.now += 2
-    return meter.report(14, step_metrics(**values))
+    return reported(started(), clock, 14, 2, **values)
+
+
+def reported(meter, clock, step, seconds, **values):
+    """The report of a step after some seconds."""
+    clock.now += seconds
+    meter.add(step_metrics(**values))
+    return meter.report(step)
 
 
 def recorded(folder, *reports):
@@ -91,24 +99,42 @@ def test_what_overflowed_is_told_and_rounds_of_steps_between_lines_count(clock):
     found = started()
     found.add(step_metrics(uneven=((0, 0, 9), (0, 0, 9))))
     found.start(10)  # what came before it does not count
-    for rounds in (2, 0, 1, 5):
+    for rounds in (2, 0, 1):
         found.add(step_metrics(uneven=((0, 0, rounds), (7, 7, 1))))
-    clock.now += 2
-    assert found.report(14, step_metrics()).rounds_per_step == (2 + 0 + 1 + 5 + 4) / 4
+    last = reported(found, clock, 14, 2, uneven=((0, 0, 5), (7, 7, 1)))
+    assert last.rounds_per_step == (2 + 0 + 1 + 5 + 4) / 4
     found.start(14)
-    clock.now += 1
-    assert found.report(15, step_metrics()).rounds_per_step == 0
+    assert reported(found, clock, 15, 1).rounds_per_step == 0
+
+
+def test_no_loss_between_lines_is_lost(clock, tmp_path):
+    found = started()
+    found.add(step_metrics(loss=9.0))
+    found.start(10)  # the step that compiled, told by `first_step`
+    found.add(step_metrics(loss=4.0))
+    found.add(step_metrics(loss=0.0, has_targets=[False, False]))
+    found.add(step_metrics(loss=3.5))
+    (line,) = recorded(tmp_path, reported(found, clock, 14, 2, loss=3.25))
+    assert (line["loss"], line["losses"]) == (3.25, [4.0, None, 3.5, 3.25])
+    (board,) = (tmp_path / "tensorboard").iterdir()
+    drawn = {
+        event.step: value.simple_value
+        for event in events(board)
+        for value in event.summary.value
+        if value.tag == "train/loss"
+    }
+    np.testing.assert_equal(drawn, {11: 4.0, 12: np.nan, 13: 3.5, 14: 3.25})
+    page = read_run(tmp_path).columns["loss"]
+    assert (page.steps, page.values) == ([11, 12, 13, 14], [4.0, None, 3.5, 3.25])
 
 
 def test_evaluation_does_not_count_as_training_time(clock):
     found = started(0)
-    clock.now += 7
     found.pause(5)
-    assert found.report(2, step_metrics()).tokens_per_second == pytest.approx(100)
+    assert reported(found, clock, 2, 7).tokens_per_second == pytest.approx(100)
     # The next stretch starts anew.
     found.start(2)
-    clock.now += 1
-    assert found.report(3, step_metrics()).tokens_per_second == pytest.approx(100)
+    assert reported(found, clock, 3, 1).tokens_per_second == pytest.approx(100)
 
 
 def test_a_step_without_targets_has_no_loss_and_says_so(clock, tmp_path):

@@ -30,6 +30,7 @@ class Report:
 
     step: int
     loss: float  # nats per target; NaN without targets
+    losses: list[float]  # of each step since the last line; this step's is the last
     tokens_per_second: float
     flops_per_second: float  # of the model, without recomputation
     share_of_peak: float  # share of the measured peak of a large matrix product
@@ -98,24 +99,30 @@ class Meter:
     schedule: Callable[[int], Any]
     started: tuple[float, int] | None = None
     _paused: float = 0.0
-    _uneven: list[Any] = field(default_factory=list)  # of the steps since `start`, on the devices
+    # On the devices, of the steps since `start`.
+    _since: list[Metrics] = field(default_factory=list)
 
     def start(self, step: int) -> None:
         """Starts the clock after `step` steps."""
         self.started, self._paused = (time.perf_counter(), step), 0.0
-        self._uneven = []
+        self._since = []
 
     def pause(self, seconds: float) -> None:
         """Excludes seconds from the rates, such as those of an evaluation."""
         self._paused += seconds
 
     def add(self, metrics: Metrics) -> None:
-        """Counts a step's overflow rounds. Does not wait for the step."""
-        self._uneven.append(metrics.uneven_L3)
+        """Keeps a step's metrics. Does not wait for the step."""
+        self._since.append(metrics)
 
-    def report(self, step: int, metrics: Metrics) -> Report:
-        """Fetches a step's metrics, which waits for it, and computes rates since `start`."""
-        loss, ahead = losses_of(metrics)
+    def report(self, step: int) -> Report:
+        """Fetches the metrics since `start`, of which `step` is the last, and computes rates.
+
+        Waits for the step.
+        """
+        metrics = self._since[-1]
+        losses = [losses_of(one) for one in self._since]
+        loss, ahead = losses[-1]
         assert self.started is not None, "start comes first"
         begin, first = self.started
         seconds = time.perf_counter() - begin - self._paused
@@ -128,6 +135,7 @@ class Meter:
         return Report(
             step=step,
             loss=loss,
+            losses=[one for one, _ in losses],
             tokens_per_second=tokens,
             flops_per_second=tokens * self.flops_per_token,
             share_of_peak=tokens * self.flops_per_token / self.peak,
@@ -137,7 +145,7 @@ class Meter:
             dropped=dropped.tolist(),
             overflowed=overflowed.tolist(),
             rounds=rounds.tolist(),
-            rounds_per_step=float(sum(x[:, 2].sum() for x in map(np.asarray, self._uneven)))
+            rounds_per_step=float(sum(np.asarray(one.uneven_L3)[:, 2].sum() for one in self._since))
             / (step - first),
             gradient_norm=float(metrics.gradient_norm),
             learning_rate=float(self.schedule(max(step - 1 - skipped, 0))),
@@ -227,6 +235,9 @@ class Records:
         """Records a training report. Values that the run does not have are left out."""
         values = {name: value for name, value in vars(report).items() if value is not None}
         self._events.write("step", **values)
+        *between, _ = values.pop("losses")
+        for step, loss in enumerate(between, report.step - len(between)):
+            self._draw("train", step, {"loss": loss})
         scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
         del scalars["step"]
         scalars.pop("without_targets", None)
