@@ -1,6 +1,9 @@
 """Steps, evaluation and sampling of sequences that devices share, beside those of one device."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -81,6 +84,23 @@ STAGED = {"context": 2, "context_stripe": 4}
 )
 def test_stages_share_sequences_too(mesh, stages, axis, changes):
     assert_same_gradients(config(mesh, stages, 2 * stages, axis=axis, rows=2, **changes))
+
+
+SIXTEEN = """
+import tests.conftest
+from tests.step.test_context import check_against_oracle, shared
+from tests.step.test_stages import assert_same_gradients, config
+check_against_oracle(shared((1, 2, 4, 2), 8, 1, nodes=2, rows=1, kinds=(9, 13)), path="certain")
+axis = {"context": 8, "context_stripe": 1}
+assert_same_gradients(config((1, 2, 4, 1), 2, 4, axis=axis, rows=2))
+"""
+
+
+@pytest.mark.slow
+def test_eight_share_beside_tensor_ranks_and_beside_stages():
+    """In a process of its own, as the tests' has eight devices."""
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=16", "PJRT_NPROC": "64"}
+    subprocess.run([sys.executable, "-c", SIXTEEN], env=os.environ | devices, check=True)
 
 
 def alone(cfg):
