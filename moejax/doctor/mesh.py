@@ -5,7 +5,6 @@ watchdog, which names the process that is behind.
 """
 
 import contextlib
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -127,7 +126,7 @@ class Checks:
 
 def _check_all(checks: Checks, cfg: Config | None, run_dir: Path | None) -> None:
     processes = checks.processes
-    hosts = processes.gather(socket.gethostname())
+    hosts = processes.hosts()
     meeting = f"{len(hosts)}, on {', '.join(dict.fromkeys(hosts))}"
     checks.findings.append(Finding("processes have met", True, meeting))
     own = versions()

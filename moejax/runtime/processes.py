@@ -6,10 +6,14 @@ JAX's coordination service carries the messages, so nothing here touches a devic
 
 import json
 import os
+import socket
 import sys
 import traceback
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -39,6 +43,9 @@ PEER_GONE = (
 )
 
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn at each start of Linux
+
+
 @dataclass(frozen=True)
 class Rank:
     """The index of this process in its program."""
@@ -46,6 +53,13 @@ class Rank:
     coordinator: str | None  # address:port of process 0; None: not started by a launcher
     count: int
     index: int
+
+
+def boot_id() -> str:
+    """Returns an identity of this machine. Names do not suffice: hosts may share one."""
+    with suppress(OSError):
+        return BOOT.read_text().strip()
+    return str(uuid.getnode())  # the address of a network card
 
 
 NAMES = ("MOEJAX_COORDINATOR", "MOEJAX_PROCESSES", "MOEJAX_PROCESS")
@@ -198,6 +212,16 @@ class Processes:
             self._client.key_value_delete(self._gathered)
         self._gathered = names[self.index]
         return values
+
+    def hosts(self) -> list[str]:
+        """Returns the host name of each process. Hosts that share a name are told apart."""
+        known = self.gather([socket.gethostname(), boot_id()])
+        boots: dict[str, list[str]] = {}
+        for name, boot in known:
+            if boot not in boots.setdefault(name, []):
+                boots[name].append(boot)
+        several = {name: len(found) > 1 for name, found in boots.items()}
+        return [f"{n} ({boots[n].index(boot) + 1})" if several[n] else n for n, boot in known]
 
     def together(self, make: Callable[[], T]) -> T:
         """Returns the result of `make`, unless it raises InputError in some process.

@@ -283,6 +283,12 @@ def test_what_the_compiler_complains_of_is_told(monkeypatch, tmp_path):
     assert not list((tmp_path / "cache" / "moejax").iterdir())
 
 
+def test_a_compiler_that_dies_without_a_word_is_told_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(exchange.shutil, "which", lambda name: "/bin/false")
+    error = exchange.compile_library(exchange.SOURCE, tmp_path / "library.so")
+    assert error == "g++ failed: it ended with 1"
+
+
 @pytest.mark.parametrize("damaged", [b"", b"no library"])
 def test_a_cached_library_that_does_not_load_is_compiled_anew(monkeypatch, tmp_path, damaged):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -122,15 +122,16 @@ print("beside" if beside else "gloo", float(jax.jit(total)(x).sum()))
 """
 
 
-def run_two(tmp_path, *broken, inside=()):
+def run_two(tmp_path, *broken, inside=(), host="127.0.0.1"):
     """Runs two processes; returns what each says on stdout and stderr.
 
     Args:
       inside: a command that runs them.
+      host: address of the coordinator.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else 2) as free:
+        port = free.getsockname()[1]
+    coordinator = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     environment = {**os.environ, "MOEJAX_COORDINATOR": coordinator, "MOEJAX_PROCESSES": "2"}
     environment |= {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     started = []
@@ -152,6 +153,14 @@ def run_two(tmp_path, *broken, inside=()):
     finally:
         for process in started:
             process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_all_that_listens_takes_ipv6(tmp_path):
+    """JAX's coordination service, and our exchange."""
+    found = run_two(tmp_path, host="::1")
+    assert [said.splitlines()[-1:] for said, _ in found] == [["beside 262144.0"]] * 2, found
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
     make compose                       until every pair of features was in one: hours on two cores
     make compose ARGS="--number 5"     five more
 
-Results are kept in a JSON file; a run goes on where the file ends, with the seed that it has.
+Results are kept in a JSON file; a run goes on where the file ends, with the seed that it has, and
+leaves out what has a feature that is gone.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def compose(seed: int, number: int | None, out: Path, workers: int) -> int:
     """Goes on with the results in `out`, writes them, and the page beside them."""
     from tests.compose import page
     from tests.compose.cover import plan
-    from tests.compose.features import name
+    from tests.compose.features import FEATURES, name
     from tests.compose.run import run
 
     known = json.loads(out.read_text()) if out.exists() else {"seed": seed, "results": []}
@@ -53,6 +54,7 @@ def compose(seed: int, number: int | None, out: Path, workers: int) -> int:
         print(f"{out} has seed {known['seed']}: name it, or another --out", file=sys.stderr)
         return 2
     done = {tuple(map(tuple, one["combination"])): one for one in known["results"]}
+    done = {combination: one for combination, one in done.items() if set(combination) <= FEATURES}
     left, refused = plan(seed, done)
     known["refused"] = [[*sorted(pair), message] for pair, message in refused.items()]
     # A process for each combination: programs of an earlier one would fill its memory.

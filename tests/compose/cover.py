@@ -51,8 +51,7 @@ def plan(seed: int, done: Iterable[Combination] = ()) -> tuple[list[Combination]
     The same for the same seed. Each combination covers the most of what those before it left.
 
     Args:
-      done: combinations that have run, maybe with features that are gone: what they cover is not
-        covered again.
+      done: combinations that have run: what they cover is not covered again.
     """
     drawn = list(draw(seed))
     refused = {one[0]: one[1] for one in drawn if isinstance(one[1], str)}

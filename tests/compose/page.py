@@ -14,8 +14,6 @@ from tests.compose.features import FACTORS, Combination, is_rounded, name
 # moves some tokens, near the border between two experts, to the other one.
 EXACT = {"loss": 2e-6, "gradient": 5e-5, "second": 1e-4}
 ROUNDED = {"loss": 0.02, "gradient": 0.5, "second": 0.05}
-# PowerSGD was a codec: it left out less than the whole gradient, so weights went another way.
-LOW_RANK = ROUNDED | {"gradient": 1.0, "second": 0.2}
 
 
 def verdict(combination: Combination, outcome: dict[str, Any]) -> str:
@@ -25,9 +23,8 @@ def verdict(combination: Combination, outcome: dict[str, Any]) -> str:
     if outcome["error"]:
         return outcome["error"]
     bounds = ROUNDED if is_rounded(combination) else EXACT
-    if ("codecs", "gradients by powersgd") in combination:
-        bounds = LOW_RANK
     wrong = [f"{what} {outcome[what]:.1e}" for what in bounds if not outcome[what] <= bounds[what]]
+    wrong += [f"for a {one}: {said}" for one, said in outcome["traced"].items() if said != "traced"]
     return ", ".join(wrong) or "right"
 
 

@@ -56,6 +56,9 @@ def test_a_model_of_one_expert_a_token_is_imported_and_its_training_refused(
 
 def test_import_then_export_gives_the_folder_back(done, model, tmp_path):
     folder = model()
+    settings = json.loads((folder / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "configuration.Config"}}  # a file that is not copied
+    (folder / "config.json").write_text(json.dumps(settings | code))
     assert_same_tensors(folder, draw_all(cases_of("mixtral")["even, llama3 positions"]["tensors"]))
     (tmp_path / "imported").mkdir()  # an empty folder takes the output
     lines = done("import", folder, "--out", "imported")
@@ -65,7 +68,7 @@ def test_import_then_export_gives_the_folder_back(done, model, tmp_path):
     lines = done("export", "imported", "--out", "exported", "--dtype", "float32")
     assert_same_tensors(tmp_path / "exported", tensors_of(folder))
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
-    given = json.loads((folder / "config.json").read_text())
+    given = dict(settings)
     assert config.pop("torch_dtype") == given.pop("dtype") == "float32"
     rope = given.pop("rope_parameters")
     assert config.pop("rope_theta") == rope.pop("rope_theta")

@@ -68,6 +68,7 @@ CONFIGS = {
     ("data.train_files=a.bin",): ["data.train_files", "no effect"],
     ("data.source=tokens",): ["data.train_files", "empty"],
     ("run_dir=",): ["run_dir"],
+    ("run_dir=exp[lr=1e-3]",): ["run_dir", "cannot hold checkpoints"],
 }
 
 

@@ -35,6 +35,13 @@ def test_what_nobody_said_is_taken_and_told(tmp_path):
         assert part in told
 
 
+def test_a_router_over_one_expert_is_refused_as_in_training(tmp_path):
+    one = {"num_local_experts": 1, "num_experts_per_tok": 1}
+    published = read_published(written(tmp_path, "Mixtral-8x7B", **one), 64)
+    with pytest.raises(InputError, match=r"no gradient.*model\.moe_every=none"):
+        check(published.cfg)
+
+
 def test_overrides_win_and_are_not_told_as_taken(tmp_path):
     words = ["--config.train.batch_sequences=96", "data.sequence_length=512"]
     published = read_published(written(tmp_path, "Mixtral-8x7B"), 48, words)

@@ -217,6 +217,30 @@ def test_tiles_say_how_the_run_stands(tab):
     assert named["tokens/s, median"].startswith("4 k")
 
 
+@pytest.mark.parametrize(
+    ("step", "event", "newest", "live", "wanted"),
+    [
+        (1000, "stopped", "ended", False, "finished"),
+        (500, "stopped", "ended", False, "stopped"),
+        (500, "diverged", "ended", False, "diverged"),
+        (500, "first_step", "hang", False, "hung"),
+        (500, "first_step", "error", False, "failed"),
+        (500, "first_step", None, True, "running"),
+    ],
+)
+def test_a_run_stands_as_its_steps_and_last_words_say(tab, step, event, newest, live, wanted):
+    run = {
+        "config": {"train.num_steps": 1000},
+        "columns": {"loss": {"steps": [step]}},
+        "events": [{"event": "start"}, {"event": event}, {"event": "note"}],
+        "goodput": {"processes": [{"starts": [[0, 1, newest]]}]},
+    }
+    assert (
+        tab().evaluate("([run, live]) => { given.live = live; return state(run); }", [run, live])
+        == wanted
+    )
+
+
 def test_every_chart_is_drawn_without_scrolling(tab):
     """A full-page picture, as bots and previews take it, was white below the first screen."""
     opened = tab()

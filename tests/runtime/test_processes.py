@@ -1,4 +1,5 @@
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax._src.lib import _jax
 
+import moejax.runtime.processes as processes_module
 from moejax.config.schema import MeshConfig
 from moejax.errors import DivergedError, InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes, Rank, Stop, find_rank
@@ -21,6 +23,20 @@ def test_values_are_gathered_in_order_as_often_as_asked():
 
     wanted = [[{"from": i, "round": n} for i in range(3)] for n in range(3)]
     assert everywhere(3, run) == [wanted] * 3
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_boots(monkeypatch):
+    names, boots, own = ["a", "b", "a", "a"], ["x", "y", "z", "x"], threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: names[own.index])
+    monkeypatch.setattr(processes_module, "boot_id", lambda: boots[own.index])
+
+    def run(processes):
+        own.index = processes.index
+        return processes.hosts()
+
+    assert everywhere(4, run) == [["a (1)", "b", "a (2)", "a (1)"]] * 4
+    own.index = 0
+    assert ALONE.hosts() == ["a"]
 
 
 def test_what_process_0_makes_reaches_all_and_only_it_makes_it():

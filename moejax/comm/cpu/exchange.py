@@ -330,7 +330,8 @@ def compile_library(source: Path, library: Path) -> str | None:
             )
             built.replace(library)
     except subprocess.CalledProcessError as error:
-        return f"g++ failed: {error.stderr.strip().splitlines()[0]}"
+        said = error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"]
+        return f"g++ failed: {said[0]}"
     except OSError as error:
         return f"{error.filename or library.parent}: {error.strerror}"
     return None

@@ -4,7 +4,7 @@ Such a gradient is rounding noise alone. Adam divides by its size, so the parame
 in full steps, and the loss does not show it. Biases of keys on channels that do not rotate are left
 alone: without sinks they shift all scores of a query alike, so that no result depends on them. A
 balance loss of zero takes nothing from a router, whose weights scale the output, nor does a bias
-rate of zero.
+rate of zero. A gate is a sigmoid and a sink one of several terms: they always have a gradient.
 """
 
 from fnmatch import fnmatchcase

@@ -6,7 +6,6 @@ Times the collectives that the trainer issues, on a mesh of the trainer's device
 import datetime
 import json
 import platform
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,7 +73,7 @@ def probe(
     Raises:
       InputError: if nodes have different numbers of devices.
     """
-    hosts = processes.gather(socket.gethostname())
+    hosts = processes.hosts()
     nodes_found = find_nodes(devices, hosts, nodes)
     odd = [nodes_found.warning] if nodes_found.warning else []
     watch = Stopwatch(processes, nodes_found.devices)

@@ -7,14 +7,13 @@ import shutil
 import socket
 import stat
 import tempfile
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from moejax.errors import InputError
+from moejax.runtime.processes import boot_id
 
 HOST = "MOEJAX_HOST"
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn at each start of Linux
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -34,15 +33,13 @@ def host_name() -> str:
 
 
 def machine_of(folder: Path) -> str:
-    """Returns an identity of this host's memory. Names do not suffice: hosts may share one.
+    """Returns an identity of this host's memory.
 
     It joins the boot of this machine with the folder's device and inode, because containers of one
     machine have folders of their own.
     """
     info = folder.stat()
-    with suppress(OSError):
-        return f"{BOOT.read_text().strip()} {info.st_dev} {info.st_ino}"
-    return f"{uuid.getnode()} {info.st_dev} {info.st_ino}"  # the address of a network card
+    return f"{boot_id()} {info.st_dev} {info.st_ino}"
 
 
 def folder_of(memory_dir: str, run_dir: str) -> Path:

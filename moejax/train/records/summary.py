@@ -1,6 +1,5 @@
 """The summary of a run before it starts: parameters, mesh, memory, FLOPs, collectives."""
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -186,8 +185,8 @@ def check_memory(
     Raises:
       InputError: in all processes, if they do not fit.
     """
-    own, devices = socket.gethostname(), jax.local_devices()
-    together = processes.gather(own).count(own)
+    hosts, devices = processes.hosts(), jax.local_devices()
+    together = hosts.count(hosts[processes.index])
     memory = min(device_memory(device, together * len(devices)) for device in devices)
     limit = min(processes.gather(memory))
     arguments = train_step.argument_bytes()

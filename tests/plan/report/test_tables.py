@@ -1,13 +1,15 @@
 """The tables and sentences about plans: order, ties, and what does not fit."""
 
+import re
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 
 from rich.console import Console
 
-from moejax.config.fields import change
+from moejax.config.fields import change, fields
 from moejax.plan.report import tables
-from moejax.plan.report.tables import print_ranked, print_why, speed_text
+from moejax.plan.report.tables import AXES, mesh_text, print_ranked, print_why, speed_text
 from moejax.plan.search.search import SearchResult
 from tests.cases import small_config
 from tests.plan.clusters import GIB, cluster
@@ -31,6 +33,19 @@ def shown(ranked, **rules):
     print_ranked(result, cluster(), console)
     print_why(result, console)
     return text.getvalue()
+
+
+def test_every_part_of_a_mesh_has_words_on_the_page():
+    """Or its row would be empty."""
+    page = (Path(tables.__file__).parent / "page.js").read_text("utf-8")
+    axes, layouts = re.findall(r"const (?:axes|layouts) = \{(.*?)\n  \};", page, re.DOTALL)
+    named = set(re.findall(r'^    "?([a-z ]+)"?: ', layouts, re.MULTILINE))
+    assert set(re.findall(r"^    (\w+): \(n\)", axes, re.MULTILINE)) == set(AXES)
+    for choice in fields()["mesh.activations"].choices:
+        assert choice in named
+    for choice in fields()["mesh.expert_weights"].choices:
+        assert f"experts {choice}" in named
+    assert mesh_text(small_config()) in named
 
 
 def test_a_tie_says_by_which_rule_it_was_broken():
