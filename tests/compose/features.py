@@ -193,8 +193,8 @@ FACTORS: dict[str, dict[str, Changes]] = {
     },
     "numbers": {"float32": NONE, "bfloat16": {"model.dtype": "bfloat16"}},
 }
-# With these a step rounds more than float32 does, so the oracle is met nearly.
 FEATURES = {(factor, feature) for factor, features in FACTORS.items() for feature in features}
+# With these a step rounds more than float32 does, so the oracle is met nearly.
 ROUNDED = {
     ("numbers", "bfloat16"),
     ("reduction", "in bfloat16"),
