@@ -26,7 +26,7 @@ from moejax.checkpoint.manifest import (
 from moejax.errors import InputError, without_secrets
 
 THREADS = 8  # files that travel at once
-STORES = {"s3", "gs", "az"}
+STORES = {"s3", "gs", "az", "abfs"}
 MARK = ".orbax-checkpoint-tmp-copy"  # swept as any half-written step
 PASSED_OVER = "the run went back to before it"
 
@@ -63,7 +63,8 @@ class Copies:
 
     def _make_directory(self, path: str) -> None:
         """Makes a directory, but not in an object store, where it would make a bucket."""
-        if not STORES & set(self._files.protocol):
+        protocol = self._files.protocol  # one name or several
+        if not STORES & ({protocol} if isinstance(protocol, str) else set(protocol)):
             self._files.makedirs(path, exist_ok=True)
 
     def steps(self) -> list[int]:

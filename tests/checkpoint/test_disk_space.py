@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import logging
 import os
 import shutil
 import subprocess
@@ -171,6 +172,21 @@ def test_a_full_disk_is_told_from_other_errors():
     assert is_of(OSError(errno.EROFS, "Read-only file system"), READ_ONLY)
     assert not is_of(OSError(errno.ENOSPC, "No space left on device"), READ_ONLY)
     assert not is_of(ValueError("No space between words"), FULL)
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "error", "shown"),
+    [
+        ("Checkpoint failed: %s", (f"{os.strerror(errno.ENOSPC)}: /a/b",), None, False),
+        ("Checkpoint failed: %s", ("no such step",), None, True),
+        ("Write failed", (), OSError(errno.EROFS, "read-only"), False),
+        ("Write failed", (), FileNotFoundError("3.orbax-checkpoint-tmp/a"), False),
+        ("Write failed", (), FileNotFoundError("3/a"), True),
+    ],
+)
+def test_of_orbaxs_lines_those_about_a_full_disk_are_left_out(template, arguments, error, shown):
+    how = (logging.ERROR, "file.py", 1, template, arguments, error and (type(error), error, None))
+    assert disk_space.QUIET.filter(logging.LogRecord("absl", *how)) == shown
 
 
 def test_all_processes_hear_what_the_first_sees(tmp_path, monkeypatch):

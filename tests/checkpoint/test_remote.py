@@ -12,6 +12,7 @@ import uuid
 
 import jax.numpy as jnp
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from moejax.checkpoint.find import newest
 from moejax.checkpoint.manifest import MANIFEST, finished_steps
@@ -143,6 +144,17 @@ def test_a_step_that_was_repeated_is_copied_again(place, own):
     write_step(own, 30, jax="another")
     assert copies.copy_missing(own) == [30]
     assert copies.copy_missing(own) == []
+
+
+@pytest.mark.parametrize("protocol", [("s3", "s3a"), ("gs", "gcs"), "abfs"])
+def test_no_bucket_is_made_in_an_object_store(monkeypatch, protocol):
+    class Store(MemoryFileSystem):
+        def makedirs(self, path, exist_ok=False):
+            raise AssertionError(f"a bucket would be made: {path}")
+
+    Store.protocol = protocol
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda place: (Store(), "/bucket/run"))
+    assert Copies("store://bucket/run", keep=2).steps() == []
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):

@@ -37,6 +37,13 @@ def test_an_empty_file_gives_the_defaults(config_file):
         assert load_config(config_file(name, content)) == Config()
 
 
+def test_an_empty_group_of_a_wrong_name_is_refused(config_file):
+    own = python_config("config.unlock(); config.modle = {}")
+    for name, content in (("a.yaml", "modle: {}"), ("a.json", '{"modle": {}}'), ("a.py", own)):
+        with pytest.raises(InputError, match=r"modle.*`?model`?"):
+            load_config(config_file(name, content))
+
+
 def test_default_config_is_locked_and_has_every_default():
     config = default_config()
     assert from_dict(config.to_dict()) == Config()

@@ -58,6 +58,7 @@ def test_both_parts_of_a_file_are_the_file(tmp_path, monkeypatch, piece, fractio
     (tmp_path / "a.txt").write_bytes(raw)
     learned, held_out = read_documents([tmp_path / "a.txt"], "text", fraction=fraction)
     assert (learned.held_out, held_out.held_out) == (False, True)
+    assert (rank_of(learned), rank_of(held_out)) == (1, 0)
     first, second = (_joined(part).encode() for part in (learned, held_out))
     assert first + second == raw
     assert first.endswith(b"\n")

@@ -34,6 +34,25 @@ def test_events_are_there_at_once_and_can_be_read(tmp_path):
     assert values == [("train/loss", 1.5), ("train/skipped", 2.0)]
 
 
+def test_an_event_that_is_written_in_parts_is_whole(tmp_path):
+    board = Board(tmp_path)
+
+    class Slow:
+        """A file that takes three bytes at a time, as a disk that is nearly full or a pipe."""
+
+        def __init__(self, file):
+            self.file, self.close = file, file.close
+
+        def write(self, data):
+            return self.file.write(data[:3])
+
+    board._file = Slow(board._file)
+    board.add(3, {"train/loss": 1.5})
+    board.close()
+    *_, event = events(board.path)
+    assert event.summary.value[0].simple_value == 1.5
+
+
 def test_a_full_disk_ends_the_caller_and_not_a_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda self, *_, **__: io.FileIO("/dev/full", "a"))
     with pytest.raises(StorageFullError, match="tfevents"):

@@ -1,6 +1,7 @@
 """Real runs that go back: on one device, with batches whose loss is not finite."""
 
 import signal
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import jax
@@ -10,11 +11,12 @@ import pytest
 from moejax.checkpoint.find import newest
 from moejax.checkpoint.manifest import finished_steps, read_manifest
 from moejax.checkpoint.writer import restore_state
+from moejax.config.schema import TrainConfig
 from moejax.errors import DivergedError, InputError
 from moejax.runtime.watch import Watch
 from moejax.train import rollback
 from moejax.train.faults import spikes
-from moejax.train.faults.bad_steps import BadSteps, StepCheck
+from moejax.train.faults.bad_steps import BadSteps, GoBackError, StepCheck
 from tests.annotations import without_annotations
 from tests.cases import step_for
 from tests.integration.runs import records as events
@@ -158,6 +160,23 @@ def test_a_loss_that_jumps_is_told_and_left_out_if_wanted(run, tmp_path, on_spik
     assert shown.count("the loss jumped at step 37: it is 100.0000 at step 39") == 1
     backs = [(e["to"], e["skipped"]) for e in events(tmp_path / "spike", "rolled_back")]
     assert backs == ([(36, 3)] if on_spike == "roll_back" else [])
+
+
+@pytest.mark.parametrize(("went_back", "goes_back"), [(0, True), (1, True), (2, False)])
+def test_after_a_spike_a_run_goes_back_as_often_as_it_may(went_back, goes_back):
+    told = []
+    check = object.__new__(StepCheck)
+    check._interrupt = None
+    check._run = SimpleNamespace(
+        cfg=SimpleNamespace(train=TrainConfig(on_spike="roll_back", rollbacks=2)),
+        inputs=SimpleNamespace(skipped=[None] * went_back),
+        records=SimpleNamespace(event=lambda *_, **__: None),
+        display=SimpleNamespace(note=told.append),
+    )
+    spike = spikes.Spike(first=5, step=7, loss=9.0, median=2.0)
+    with pytest.raises(GoBackError) if goes_back else nullcontext():
+        check._report_spike(spike)
+    assert len(told) == (not goes_back)
 
 
 @pytest.mark.slow

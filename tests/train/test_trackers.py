@@ -45,6 +45,15 @@ def test_a_tracker_is_told_what_the_records_hold(tmp_path):
     assert kept.finished
 
 
+def test_what_goes_wrong_at_the_end_is_told_too(tmp_path):
+    class Late(Kept):
+        def finish(self):
+            raise OSError("not sent")
+
+    (problem,) = Records(tmp_path, trackers=Trackers({"late": Late})).close()
+    assert "not sent" in problem
+
+
 @pytest.mark.parametrize("where", ["open", "log", "finish"])
 def test_a_tracker_that_raises_is_named_and_left(where):
     class Broken(Kept):

@@ -20,7 +20,7 @@ from moejax.config.fields import fields, get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError, without_secrets, write_whole
 
-WAITING = 1000  # reports that may wait for a slow tracker
+WAITING = 10_000  # steps and events that may wait for a slow tracker
 PATIENCE_S = 30.0  # seconds that a run's end waits for a tracker to send the rest
 NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 PARAMS_A_CALL = 100  # MLflow takes no more

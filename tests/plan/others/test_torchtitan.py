@@ -32,3 +32,11 @@ def test_the_command_ends_in_the_subcommand_of_recomputation():
     command = to_torchtitan(plan("gpt-oss-20b", mesh__fsdp=64, model__remat="full")).command()
     assert command.endswith("activation_checkpoint:full")
     assert "-m torchtitan.train \\\n    --module gpt_oss \\\n    --config gpt_oss_20b" in command
+
+
+@pytest.mark.parametrize(("stage", "rows"), [(1, 4), (4, 64)])
+def test_the_local_batch_is_that_of_a_micro_batch_but_for_stages(stage, rows):
+    """Of 1,024 sequences: it accumulates gradients by itself, and a pipeline cuts what it gets."""
+    settings = {"mesh__fsdp": 64 // stage, "mesh__stage": stage, "train__micro_batches": 4}
+    its = to_torchtitan(plan("Qwen3-30B-A3B", **settings))
+    assert its.value("training.local_batch_size") == rows
