@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import re
 import signal
 import subprocess
@@ -160,6 +161,7 @@ def test_a_dry_run_shows_lines_that_a_shell_can_run(flags, tmp_path):
         assert (tmp_path / f"ran{number}").read_text() == f"{number} of 2\n"
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

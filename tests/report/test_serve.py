@@ -31,7 +31,8 @@ def ask(url, **headers):
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        with error:
+            return error.code, error.read().decode()
 
 
 def add(folder, *lines):
