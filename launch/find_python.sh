@@ -3,7 +3,7 @@
 #
 # usage: launch/find_python.sh [MINOR ...]      default: 13 12 11 14
 #
-# 14 comes last: all wheels of constraints.txt are there for it, and the tests have not run on it.
+# 14 comes last: `make install`, `make train` and `make test` pass on it, and no other target has run.
 #
 # A name on the PATH proves nothing: pyenv puts a `python3.13` there that fails unless that version
 # is selected. So each candidate must start, have the version it claims, and be able to make a

@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import shutil
 import re
+import shutil
 import signal
 import subprocess
 import sys
