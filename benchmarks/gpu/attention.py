@@ -7,6 +7,7 @@ mask for, and the stripes of one of eight devices that share it.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -64,14 +65,23 @@ def draw(report: Reporter, heads: Heads, position_T: np.ndarray, length: int) ->
 
 
 def both_ways(
-    implementation: str, scale: float, extent: Extent, operands: Operands
+    implementation: str, scale: float, extent: Extent, cuts: Sequence[int], operands: Operands
 ) -> tuple[jax.Array, ...]:
-    """Returns the result and the gradients of queries, keys, values and sinks."""
+    """Returns the result and the gradients of queries, keys, values and sinks.
+
+    Args:
+      cuts: where the keys are cut in pieces, as along a ring.
+    """
     q, k, v, sinks, dy, first, last = operands
+    borders = list(pairwise((0, *cuts, k.shape[1])))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        pieces, options = (Keys(k, v, first, last),), {"implementation": implementation}
-        return ranged_attention(q, pieces, (extent,), scale=scale, sinks_H=sinks, **options)
+        pieces = tuple(
+            Keys(k[:, a:b], v[:, a:b], jnp.maximum(first - a, 0), jnp.minimum(last, b - 1) - a)
+            for a, b in borders
+        )
+        options = {"scale": scale, "sinks_H": sinks, "implementation": implementation}
+        return ranged_attention(q, pieces, (extent,) * len(pieces), **options)
 
     y, pull = jax.vjp(attend, q, k, v, sinks)
     return (y, *pull(dy.astype(y.dtype)))
@@ -86,10 +96,12 @@ def positions(length: int, rank: int | None) -> np.ndarray:
     return rounds[:, [rank, 2 * DEVICES - 1 - rank]].reshape(-1)
 
 
-def form_of(heads: Heads, position_T: np.ndarray, implementation: str) -> Callable[..., Any]:
+def form_of(
+    heads: Heads, position_T: np.ndarray, implementation: str, cuts: Sequence[int] = ()
+) -> Callable[..., Any]:
     """Returns the jitted function of operands."""
     extent = Extent((int(position_T[0]),), heads.window, heads.window)
-    return jax.jit(partial(both_ways, implementation, heads.C**-0.5, extent))
+    return jax.jit(partial(both_ways, implementation, heads.C**-0.5, extent, cuts))
 
 
 def kernel_of(report: Reporter) -> str:
@@ -98,7 +110,7 @@ def kernel_of(report: Reporter) -> str:
 
 
 def check_ranges(report: Reporter, heads: Heads, length: int, rank: int | None) -> None:
-    """The kernel against our own form of the same numbers in float32."""
+    """The kernel, on all keys and on halves, against our own form of the numbers in float32."""
     position_T, kernel = positions(length, rank), kernel_of(report)
     operands = draw(report, heads, position_T, length)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), operands[:5])
@@ -106,9 +118,12 @@ def check_ranges(report: Reporter, heads: Heads, length: int, rank: int | None) 
     def compute() -> float:
         with jax.default_matmul_precision("highest"):
             wanted = form_of(heads, position_T, "blocked")(Operands(*wide, *operands[5:]))
-        found = form_of(heads, position_T, kernel)(operands)
-        both = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-        return max(of_largest(have, want) for have, want in both)
+        worst = []
+        for cuts in ((), (length // 2,)):
+            found = form_of(heads, position_T, kernel, cuts)(operands)
+            both = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+            worst += [of_largest(have, want) for have, want in both]
+        return max(worst)
 
     check(report, "ranged attention", compute, kernel)
 

@@ -1,5 +1,6 @@
 """The devices and the mesh on which a checkpoint's model generates."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -42,12 +43,21 @@ def place(chosen: Chosen, processes: Processes = ALONE) -> PlacedModel:
 
 
 def without_stages(cfg: Config) -> Config:
-    """Returns a config whose pipeline stages are shards: one token at a time fills no pipeline."""
+    """Returns a config whose pipeline stages are shards: one token at a time fills no pipeline.
+
+    Where shards share sequences, stages that become shards do too.
+    """
     mesh, stages = cfg.mesh, cfg.mesh.stage
     usual = {
         name: getattr(MeshConfig(), name) for name in ("schedule", "stage_keeps", "stage_slices")
     }
     mesh = replace(mesh, stage=1, fsdp=mesh.fsdp * stages, **usual)
+    if mesh.context > mesh.expert:  # shared over fsdp, of which whole axes count
+        positions, rest = divmod(cfg.data.sequence_length, 2 * mesh.context * stages)
+        stripe = math.gcd(positions, mesh.context_stripe)
+        shared = {"context": mesh.context * stages, "context_stripe": stripe}
+        alone = {name: getattr(MeshConfig(), name) for name in shared}
+        mesh = replace(mesh, **(alone if rest else shared))
     train = replace(cfg.train, micro_batches=cfg.train.micro_batches // stages)
     return replace(cfg, mesh=mesh, train=train)
 

@@ -41,6 +41,15 @@ CASES = [
         **{"micro-batches": "4 micro-batches", "dense weights": "gathered once a step"},
     ),
     combination(
+        mesh="expert 4",
+        nodes="two nodes",
+        route="two_level_merge",
+        sequences="2 devices share",
+        router="sigmoid, groups, bias moved",
+        adapters="adapters",
+        codecs="hybrid",
+    ),
+    combination(
         mesh="expert 4", nodes="two nodes", codecs="strong", adapters="adapters", numbers="bfloat16"
     ),
 ]

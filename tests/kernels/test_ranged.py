@@ -126,6 +126,12 @@ def test_pairs_are_counted_as_they_are_seen(window, before):
     assert extent.visits(2 * run, keys) == sum(pairs)  # the mean of two places, for two stripes
 
 
+def test_pairs_across_documents_are_not_counted_where_their_share_is_known():
+    """Of 36 pairs a quarter lies inside documents; a window's pairs are counted as they are."""
+    assert Extent((0,), None, None, inside=0.25).visits(8, 8) == 9
+    assert Extent((0,), 2, 2, inside=0.25).visits(8, 8) == Extent((0,), 2, 2).visits(8, 8) == 15
+
+
 def test_nobody_differentiates_the_log_that_jax_returns(monkeypatch):
     """Its gradient is dropped by cuDNN, and not on a CPU: right here, wrong there."""
     for path in Path(moejax.__file__).parent.rglob("*.py"):

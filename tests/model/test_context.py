@@ -3,18 +3,22 @@
 import math
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import context
+from moejax.comm.jaxprs import inner_jaxprs
 from moejax.config.schema import MeshConfig
+from moejax.kernels.attention import blocked
 from moejax.kernels.attention.attention import attention
+from moejax.kernels.attention.ranged import IMPLEMENTATIONS
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import build_route
@@ -97,7 +101,21 @@ def bordered(length, stripe, offset):
     return np.sum([position >= b + offset for b in range(stripe, length, 2 * stripe)], axis=0)
 
 
-@few(12)
+def case(c, stripe, window, exchange, documents, sinks, groups):
+    """An example of the next test."""
+    names = "c", "stripe", "window", "exchange", "documents", "sinks", "groups"
+    values = c, stripe, window, exchange, documents, sinks, groups
+    return example(**dict(zip(names, values, strict=True)))
+
+
+@few(4)
+@case(8, 4, (0, 1), "gather", 1, None, 1)
+@case(8, 4, (1, -1), "gather", -1, 10.0, 2)
+@case(4, 4, (1, 0), "gather", 0, None, 1)
+@case(4, 4, (1, 1), "gather", 1, -10.0, 2)
+@case(8, 1, (3, 0), "ring", 0, 10.0, 2)
+@case(8, 4, None, "ring", -1, -10.0, 1)
+@case(2, 4, (1, 1), "ring", 1, None, 1)
 @given(
     c=st.sampled_from([2, 4, 8]),
     stripe=st.sampled_from([1, 4]),
@@ -170,6 +188,53 @@ def test_keys_travel_the_ring_as_they_are_and_sums_of_their_gradients_in_float32
     # Two sends a hop: the way around is one of its own. Each carries a device's part of the keys.
     part = length // c * channels
     assert sent == {"bfloat16": 2 * 2 * (c - 1) * 2 * part, "float32": 2 * c * 4 * part}
+
+
+def traced(layout, exchange, implementation="blocked"):
+    """The jaxpr of attention and its gradients, on the devices of a layout."""
+    route = build_route("split", layout)
+    spec = StepSpec(layout, route, context_exchange=exchange, attention=implementation)
+    segment = jnp.zeros((1, 64), jnp.int32)
+
+    def body(*arrays):
+        y, pull = jax.vjp(
+            partial(attend, segment=segment, window=None, spec=spec, scale=1.0), *arrays
+        )
+        return pull(y)
+
+    split = P(None, layout.context)
+    arrays = [jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)] * 3
+    return on_devices(layout, body, *[split] * 3, out=split).trace(*arrays).jaxpr.jaxpr
+
+
+def test_a_ring_is_a_loop_whatever_its_length():
+    def equations(jaxpr):
+        return len(jaxpr.eqns) + sum(
+            equations(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)
+        )
+
+    four, eight = (equations(traced(shared_by(c, 2), "ring")) for c in (4, 8))
+    assert four == eight > 100
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_nobody_differentiates_a_kernel_or_the_sum_of_its_parts(monkeypatch, exchange):
+    """Gradients of a sum of pieces by pieces would lack what a kernel's own rule leaves out."""
+
+    @partial(jax.custom_jvp, nondiff_argnums=(5, 6))
+    def forward(q, k, v, first, last, scale, extent):
+        return blocked.forward(q, k, v, first, last, scale=scale, extent=extent)
+
+    @forward.defjvp
+    def refuse(*_):
+        raise AssertionError("a kernel is differentiated")
+
+    kernel = SimpleNamespace(
+        forward=lambda *keys, scale, extent: forward(*keys, scale, extent),
+        gradients=blocked.gradients,
+    )
+    monkeypatch.setitem(IMPLEMENTATIONS, "watched", kernel)
+    traced(shared_by(4, 2), exchange, "watched")
 
 
 @pytest.mark.parametrize("sinks", [None, 1.0])

@@ -56,6 +56,7 @@ CASES = [
     shared((1, 2, 4, 1), 8, 1, nodes=2, rows=1, kinds=(9, 13)),
     shared((1, 8, 1, 1), 8, 1, nodes=4, rows=2, kinds=(10, 6), train={"micro_batches": 2}),
     shared((1, 1, 8, 1), 8, 1, rows=2, kinds=(5, 6), exchange="ring", train={"micro_batches": 2}),
+    shared((1, 2, 4, 1), 8, 4, nodes=2, rows=1, length=64, kinds=(8,)),
 ]
 
 
@@ -177,15 +178,29 @@ def test_a_state_is_read_bit_by_bit_where_other_numbers_of_devices_share(tmp_pat
         state = read
 
 
+def transient(one):
+    """Predicted bytes of a step beside its state, as a dry run tells."""
+    read = trace_config(one, "cpu")
+    peak = read.peak(read.schedule())
+    return peak.bytes - peak.arguments
+
+
+@pytest.mark.slow
+def test_devices_along_a_ring_need_as_much_memory_however_many_they_are():
+    """Each with 64 positions; where keys are gathered it needs more with all others' keys."""
+    grown = {}
+    for exchange in ("ring", "gather"):
+        four, eight = (
+            transient(shared((1, 1, c, 1), c, 8, rows=1, length=64 * c, exchange=exchange))
+            for c in (4, 8)
+        )
+        grown[exchange] = eight / four
+    assert grown["ring"] < 1.02 < grown["gather"]
+
+
 def test_devices_that_share_a_sequence_keep_their_part_of_its_activations():
     """Four keep a quarter, and beside it keys and values of all: predicted, as a dry run tells."""
     cfg = shared((1, 1, 4, 1), 4, 16, rows=1, length=256)
-
-    def transient(one):
-        read = trace_config(one, "cpu")
-        peak = read.peak(read.schedule())
-        return peak.bytes - peak.arguments
-
     assert 1 / 4 < transient(cfg) / transient(alone(cfg)) < 1 / 2
 
 

@@ -31,6 +31,7 @@ def pulled(sizes, x, w, gradient):
     return y, *pull(gradient)
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("sizes", [[70, 0, 50], [120]])
 def test_its_products_are_those_of_the_reference(sizes):
     """Gradients are compiled below and not run: their left side is in registers, where JAX's
@@ -58,6 +59,7 @@ def test_its_kernels_compile_for_hopper(monkeypatch, tmp_path):
         assert kernel.spilled_bytes == 0
 
 
+@pytest.mark.aot
 @pytest.mark.filterwarnings("ignore:core.Jaxpr is missing a DebugInfo:DeprecationWarning")
 def test_its_attention_is_told_what_its_kernels_take(monkeypatch):
     """By its plain forms, which take the same arguments and run here."""

@@ -5,6 +5,7 @@ import pytest
 from moejax.config.schema import Config
 from moejax.plan.price.candidate import trace_config
 from moejax.plan.price.routing import read_expert_load
+from moejax.plan.trace.schedule import walk
 from tests.cases import small_config
 
 BALANCED = read_expert_load("balanced", 8)
@@ -13,6 +14,24 @@ BALANCED = read_expert_load("balanced", 8)
 def config(route: str) -> Config:
     cfg = small_config((1, 1, 8, 1), model={"scan_layers": True}, train={"batch_sequences": 512})
     return replace(cfg, mesh=replace(cfg.mesh, nodes=2), route=route)
+
+
+@pytest.mark.parametrize("shared", [{}, {"context": 4}, {"context": 4, "context_exchange": "ring"}])
+def test_attention_to_documents_is_priced_by_the_pairs_inside_them(shared):
+    """Scores and values of pairs that see each other: a quarter of them, more by whole blocks."""
+    cfg = small_config((1, 1, 4, 1), train={"batch_sequences": 4})
+    cfg = replace(
+        cfg,
+        mesh=replace(cfg.mesh, context_stripe=256 if shared else 512, **shared),
+        data=replace(cfg.data, sequence_length=2048),
+    )
+
+    def flops(documents):
+        traced = trace_config(cfg, "gpu", BALANCED, documents=documents)
+        ops = walk(traced.schedule())
+        return sum(times * op.flops for op, times in ops if op.scope == "attention")
+
+    assert 0.25 <= flops(0.25) / flops(1.0) < 0.6
 
 
 @pytest.mark.exhaustive

@@ -1,15 +1,19 @@
 """When the planner lets devices share sequences."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
-from moejax.config.fields import change
+from moejax.config.fields import change, get_value
+from moejax.config.load import load_config
 from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from tests.plan.clusters import cluster, limits_of, to_plan
 from tests.plan.search.test_search import found_for
 
+ROOT = Path(__file__).parents[3]
 MESH = dict.fromkeys(space.MESH, 1)
 
 
@@ -44,6 +48,30 @@ def test_as_few_devices_share_as_need_be(rows, length, fsdp, expert, wanted):
 def test_a_stripe_has_eight_windows_where_it_can():
     cfg = long(1, 32_768, model={"sliding_window": 128})
     assert ways(cfg, **{"mesh.fsdp": 8}) == [(8, 1_024)]
+
+
+def test_rings_and_other_numbers_of_devices_are_tried_and_nothing_that_is_pinned():
+    limits = limits_of(long(8, 32_768), cluster())
+    settings = {"mesh.fsdp": 2, "mesh.expert": 4, "mesh.context": 4}
+    cfg = space.resolve(change(long(8, 32_768), settings), limits)
+
+    def tried(cfg, limits):
+        both = space.key_exchanges(cfg, limits)
+        return [(one.mesh.context, one.mesh.context_exchange) for one in both]
+
+    assert tried(cfg, limits) == [(4, "ring"), (1, "gather"), (8, "gather")]
+    pinned = frozenset({"mesh.context", "mesh.context_exchange"})
+    assert tried(cfg, dataclasses.replace(limits, pinned=pinned)) == []
+    assert tried(change(cfg, {"mesh.context": 1}), limits) == []
+
+
+def test_the_config_of_a_million_positions_is_the_plan_of_its_page():
+    plan = json.loads((ROOT / "benchmarks/results/plan_1m.json").read_text())
+    cfg = load_config(str(ROOT / "configs/qwen3_30b_a3b_1m.py"))
+    kept = {name: get_value(cfg, name) for name in plan["settings"]}
+    # Left open there: what other axes leave, and the nodes that a run finds.
+    assert kept.pop("mesh.replica") in (None, plan["settings"].pop("mesh.replica"))
+    assert kept == plan["settings"]
 
 
 def test_what_is_pinned_stays():

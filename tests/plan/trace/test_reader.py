@@ -190,6 +190,8 @@ LATENT = {"attention": "latent", "kv_latent": 16, "rope_width": 4}
     [
         # Two sequences of 64 positions on 4 devices; of keys and values, or of latents.
         ("gather", {}, 2 * 64, 2 * 64),
+        ("gather", {"dtype": "bfloat16"}, 2 * 64 / 2, 2 * 64),  # gradients: train.gradient_dtype
+        ("gather", {"sliding_window": 3, "dtype": "bfloat16"}, 2 * 4 * 2 / 2, 2 * 4 * 2),
         ("gather", LATENT, 2 * 64, 2 * 64),
         # The last 2 of the 4 stripes of a device: of half of these up, of half down.
         ("gather", {"sliding_window": 3}, 2 * 4 * 2, 2 * 4 * 2),
@@ -219,6 +221,19 @@ def test_keys_of_shared_sequences_are_counted_by_the_formula(exchange, model, fo
         assert sent == {"ppermute": forward + backward}
     else:
         assert sent == {"all_gather": forward, "reduce_scatter": backward}
+
+
+@pytest.mark.parametrize("model", [{}, LATENT])
+def test_tensor_ranks_gather_a_part_each(model):
+    """Keys of their heads; of latents their positions, which they then gather in their group."""
+    sent = Counter()
+    for tensor in (1, 2):
+        cfg = small_config((1, 1, 4, tensor), model=model, train={"batch_sequences": 2})
+        mesh = dataclasses.replace(cfg.mesh, context=4, context_stripe=1)
+        for one in collectives_of(schedule_of(dataclasses.replace(cfg, mesh=mesh))):
+            if one.traffic == "context" and one.kind == "all_gather" and "expert" in one.axes:
+                sent[tensor] += one.bytes * one.calls
+    assert sent[2] == sent[1] / 2
 
 
 @pytest.mark.slow
