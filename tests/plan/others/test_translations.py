@@ -147,6 +147,21 @@ def test_stages_are_the_trainers_pipeline(trainer):
 
 
 @EACH
+def test_shared_sequences_are_translated_or_named(trainer):
+    shared = {"mesh__fsdp": 8, "mesh__expert": 8, "mesh__context": 8, "mesh__context_stripe": 64}
+    its = TO[trainer](plan("Qwen3-30B-A3B", **shared))
+    assert not wrong(trainer, its)
+    words = {
+        "maxtext": [],
+        "megatron": ["--context-parallel-size 8"],
+        "torchtitan": ["context_parallel_degree 8", "data_parallel_shard_degree 8"],
+    }
+    assert all(word in its.command() for word in words[trainer])
+    lost = " ".join(gap.what for gap in its.gaps)
+    assert "8 devices share each sequence, dealt in stripes of 64 positions, keys by gather" in lost
+
+
+@EACH
 def test_chunks_and_slices_are_translated_or_named(trainer):
     its = TO[trainer](plan("Qwen3-30B-A3B", model__stage_chunks=2, **STAGED))
     assert not wrong(trainer, its)

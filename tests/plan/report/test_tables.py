@@ -48,6 +48,12 @@ def test_every_part_of_a_mesh_has_words_on_the_page():
     assert mesh_text(small_config()) in named
 
 
+def test_devices_that_share_sequences_are_told_with_their_exchange():
+    cfg = change(small_config(), {"mesh.context": 4, "mesh.context_exchange": "ring"})
+    assert "4 devices share a sequence, keys by ring" in tables.rest_parts(cfg)
+    assert not any("share" in part for part in tables.rest_parts(small_config()))
+
+
 def test_a_tie_says_by_which_rule_it_was_broken():
     text = shown([pretend(1.0001), pretend(1.0, **{"model.remat": "dots"})])
     assert "1 and 2 take equally long, within 0.2%" in text
