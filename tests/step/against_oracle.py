@@ -82,8 +82,8 @@ def oracle_case(cfg, bias):
     return state, batch, parts, jax.tree.map(np.asarray, gradients)
 
 
-def check_against_oracle(cfg, bias=(), *, path):
-    """Compares loss, loads and gradients; of `path` see `only`."""
+def check_against_oracle(cfg, bias=(), *, path, terms=TERMS):
+    """Compares loss, loads and gradients; of `path` see `only`, of `terms` `assert_close`."""
     # Neither mesh nor route changes what is right, so all of them share one oracle run.
     moe = dataclasses.replace(cfg.moe, capacity_factor=None)
     plain = dataclasses.replace(cfg, mesh=MESH_OF_ONE, moe=moe, **NO_ROUTE)
@@ -94,9 +94,9 @@ def check_against_oracle(cfg, bias=(), *, path):
     for have, want in zip((parts.nll, parts.ahead), (told.nll, told.ahead), strict=True):
         assert (have is None) == (want is None)
         if have is not None:
-            np.testing.assert_allclose(have, want, rtol=TERMS * np.finfo(np.float32).eps)
+            np.testing.assert_allclose(have, want, rtol=terms * np.finfo(np.float32).eps)
     load_LE = np.zeros((0, 1)) if told.load is None else told.load
     np.testing.assert_array_equal(parts.load_LE, load_LE)
     assert int(parts.uneven_L3[:, 0].sum()) == 0
-    assert_close(gradients, wanted, terms=TERMS)
+    assert_close(gradients, wanted, terms=terms)
     return parts

@@ -68,7 +68,7 @@ CASES = [
     ],
 )
 def test_shared_sequences_give_the_oracles_loss_and_gradients(cfg):
-    check_against_oracle(cfg, path="certain")
+    check_against_oracle(cfg, path="certain", terms=1e-5 / np.finfo(np.float32).eps)
 
 
 STAGED = {"context": 2, "context_stripe": 4}
@@ -84,7 +84,8 @@ STAGED = {"context": 2, "context_stripe": 4}
     ],
 )
 def test_stages_share_sequences_too(mesh, stages, axis, changes):
-    assert_same_gradients(config(mesh, stages, 2 * stages, axis=axis, rows=2, **changes))
+    cfg = config(mesh, stages, 2 * stages, axis=axis, rows=2, **changes)
+    assert_same_gradients(cfg, within=1e-5)
 
 
 SIXTEEN = """

@@ -108,13 +108,13 @@ def errors(got, wanted):
     return found
 
 
-def assert_same_gradients(cfg, change=lambda state: state):
+def assert_same_gradients(cfg, change=lambda state: state, within=2e-5):
     """Returns the loss's parts."""
     batch = random_batch(cfg)
     got, parts = gradients(cfg, batch, change)
     wanted = gradients(on_one_device(cfg), as_one_device_sees_it(cfg, batch), change)
     wanted, wanted_parts = wanted
-    wrong = {name: error for name, error in errors(got, wanted).items() if not error < 2e-5}
+    wrong = {name: error for name, error in errors(got, wanted).items() if not error < within}
     assert not wrong
     counted = ["balance"] if cfg.mesh.stage_slices == 1 else []  # over a slice, not a sequence
     for name in ("nll", "entropy", *counted):
