@@ -38,9 +38,9 @@ def test_an_empty_file_gives_the_defaults(config_file):
 
 
 def test_an_empty_group_of_a_wrong_name_is_refused(config_file):
-    own = python_config("config.unlock(); config.modle = {}")
-    for name, content in (("a.yaml", "modle: {}"), ("a.json", '{"modle": {}}'), ("a.py", own)):
-        with pytest.raises(InputError, match=r"modle.*`?model`?"):
+    own = python_config("config.unlock(); config.models = {}")
+    for name, content in (("a.yaml", "models: {}"), ("a.json", '{"models": {}}'), ("a.py", own)):
+        with pytest.raises(InputError, match=r"models.*`?model`?"):
             load_config(config_file(name, content))
 
 
