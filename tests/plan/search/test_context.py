@@ -10,7 +10,7 @@ from moejax.config.fields import change, get_value
 from moejax.config.load import load_config
 from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
-from tests.plan.clusters import cluster, limits_of, to_plan
+from tests.plan.clusters import GIB, cluster, limits_of, to_plan
 from tests.plan.search.test_search import found_for
 
 ROOT = Path(__file__).parents[3]
@@ -112,3 +112,13 @@ def test_hosts_share_a_sequence_rather_than_cut_matrices():
         plan.cfg.mesh.tensor: plan.seconds for plan in found.ranked if plan.cfg.mesh.context == 1
     }
     assert alone[4] > 1.5 * found.ranked[0].seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gib", "shares"), [(8, False), (0.07, True)])
+def test_devices_share_where_a_whole_sequence_fits_none_although_there_is_one_for_each(gib, shares):
+    """A micro-batch of two sequences over eight devices needs less than one sequence a device."""
+    cfg = long(8, 16_384, model={"width": 64})
+    names = "mesh.fsdp", "mesh.context", "mesh.context_stripe", "train.micro_batches"
+    found = found_for(cfg, cluster(memory=int(gib * GIB), fast=1e10, slow=1e9), *names)
+    assert (found.ranked[0].cfg.mesh.context > 1) == shares
