@@ -114,6 +114,7 @@ def test_no_loss_between_lines_is_lost(clock, tmp_path):
     found.add(step_metrics(loss=4.0))
     found.add(step_metrics(loss=0.0, has_targets=[False, False]))
     found.add(step_metrics(loss=3.5))
+    assert [one.load_LE is None for one in found._since] == [True, True, False]
     (line,) = recorded(tmp_path, reported(found, clock, 14, 2, loss=3.25))
     assert (line["loss"], line["losses"]) == (3.25, [4.0, None, 3.5, 3.25])
     (board,) = (tmp_path / "tensorboard").iterdir()

@@ -100,7 +100,7 @@ class Meter:
     started: tuple[float, int] | None = None
     _paused: float = 0.0
     # On the devices, of the steps since `start`.
-    _since: list[Metrics] = field(default_factory=list)
+    _since: list[Any] = field(default_factory=list)
 
     def start(self, step: int) -> None:
         """Starts the clock after `step` steps."""
@@ -112,7 +112,9 @@ class Meter:
         self._paused += seconds
 
     def add(self, metrics: Metrics) -> None:
-        """Keeps a step's metrics. Does not wait for the step."""
+        """Keeps a step's metrics, of experts' loads the newest. Does not wait for the step."""
+        if self._since:
+            self._since[-1] = self._since[-1]._replace(load_LE=None)
         self._since.append(metrics)
 
     def report(self, step: int) -> Report:
