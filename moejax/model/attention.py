@@ -56,14 +56,8 @@ class Attention(nnx.Module):
         self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
-        return self.prefill(x_BtD, segment_BS, angles)[0]
-
-    def prefill(
-        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
-    ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As `__call__`; also returns the keys and values of its positions, [B, T, G, C] each."""
         attend = partial(context.attend, segment=segment_BS, spec=self.spec)
-        return self._attend(x_BtD, angles, attend)
+        return self._attend(x_BtD, angles, attend)[0]
 
     def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
         """Returns the keys and values of these positions, [B, T, G, C] each."""
@@ -87,27 +81,28 @@ class Attention(nnx.Module):
         q_BTHC, k_BSGC, v_BSGC = self._project(x_BtD, angles)
         return self._leave(attend(q_BTHC, k_BSGC, v_BSGC, **self._form())), (k_BSGC, v_BSGC)
 
-    def decode(
+    def extend(
         self,
         x_1tD: Float[Array, "1 t D"],
         cache: tuple[jax.Array, ...],
-        position_B: Int[Array, " B"],
+        rows: context.Rows,
         angles: Angles,
     ) -> tuple[Float[Array, "1 t D"], tuple[jax.Array, ...]]:
-        """Attends from one token of each of B rows, which stand in x as the tokens of a sequence.
+        """Attends from the new tokens of rows, which stand in x one row after the other.
 
         Args:
-          cache: keys and values of earlier positions, each [B, S, G, C].
-          angles: angles of the rows' positions.
+          cache: keys and values, [N, G, S, C] each.
+          angles: angles of the tokens' positions.
         Returns:
-          The result of `__call__`, and the cache with the rows' own keys and values.
+          The result of `__call__`, and the cache with the tokens' own keys and values.
         """
-        q_1BHC, k_1BGC, v_1BGC = self._project(x_1tD, angles)
-        layout = self.spec.layout
-        k_BSGC, v_BSGC = context.put_own(cache, (k_1BGC[0], v_1BGC[0]), position_B, layout)
-        where = position_B, layout
-        y_BHC = context.attend_cached(q_1BHC[0], k_BSGC, v_BSGC, *where, **self._form())
-        return self._leave(y_BHC[None]), (k_BSGC, v_BSGC)
+        T, layout = rows.length, self.spec.layout
+        q_RTHC, k_RTGC, v_RTGC = (
+            x[0].reshape(-1, T, *x.shape[2:]) for x in self._project(x_1tD, angles)
+        )
+        cache = context.put_own(cache, (k_RTGC, v_RTGC), rows, layout)
+        y_RTHC = context.attend_cached(q_RTHC, *cache, rows, layout, **self._form())
+        return self._leave(y_RTHC.reshape(1, -1, *y_RTHC.shape[2:])), cache
 
     def _project(self, x_BtD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of this rank's heads at all positions, rotated."""

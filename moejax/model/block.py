@@ -55,12 +55,17 @@ class Block(nnx.Module):
         )
 
     def run(
-        self, x_BtD: jax.Array, attend: Attend, noise: Noise | None = None
+        self,
+        x_BtD: jax.Array,
+        attend: Attend,
+        noise: Noise | None = None,
+        is_token_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats | None, Any]:
         """Runs the block around a call of its attention.
 
         Args:
           attend: takes the attention and its input; returns its output, and the arrays for a cache.
+          is_token_BT: as of `MoE.__call__`.
         Returns:
           The new residual stream, the statistics of the experts, and the arrays for a cache.
         """
@@ -78,7 +83,7 @@ class Block(nnx.Module):
                 x_BtD = checkpoint_name(x_BtD, ATTENDED)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None and moe_weights is not None:
-            y_BtD, stats = self.moe(h_BtD, moe_weights, noise)
+            y_BtD, stats = self.moe(h_BtD, moe_weights, noise, is_token_BT)
             x_BtD = x_BtD + y_BtD
         if self.mlp is not None and mlp_weights is not None:
             with jax.named_scope("mlp"):

@@ -1,98 +1,95 @@
-"""The model with a cache of keys and values: whole prompts, then one token of each row at a time.
+"""The model with a cache of keys and values: rows of new tokens, each behind a text in the cache.
 
 Per device, inside shard_map. The blocks are the same as in training; only the call of their
-attention differs. A row's positions are its places in the cache, from 0. Padding behind a shorter
-prompt is not seen, and the row's own tokens replace it.
+attention differs. A text lies in a slot of the cache, at positions from 0.
 
-In a decoding step B rows have one token each. They run as one sequence of B tokens, so that the
-tensor axis splits rows where it splits positions in training, and every route to the experts works.
+R rows of T tokens run as one sequence of R * T tokens, so that the tensor axis splits rows where it
+splits positions in training, and every route to the experts works. Tokens that pad a row reach no
+expert and are not kept.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import context, wire
+from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.adapters import Weight
+from moejax.config.pattern import layer_groups
+from moejax.config.schema import ModelConfig
+from moejax.layout.layout import Layout
 from moejax.model.block import Pattern
+from moejax.model.context import Rows
 from moejax.model.layers import logits
 from moejax.model.rope import angles_at
 from moejax.model.transformer import Transformer
 
-# For each layer group, of one repeat, and each block of its pattern: arrays [B, S, ...].
-Cache = list[list[tuple[jax.Array, ...]]]
+# For each layer group, of one repeat, and each block of its pattern: arrays [N, G, S, ...] of N
+# slots and S places: keys and values, or latents with G = 1.
+Cache = list[list[tuple[Any, ...]]]
 
 
-class Cached(NamedTuple):
-    """The result of a call with a cache."""
+def cache_shapes(
+    cfg: ModelConfig, layout: Layout, *, slots: int, positions: int, chunk: int
+) -> Cache:
+    """Returns the shapes of a cache for all devices.
 
-    logit_BV: Float[Array, "B V"]  # of the token after each row's last one, float32
-    cache: Cache
-
-
-def prefill(
-    model: Transformer, token_BT: Int[Array, "B T"], length_B: Int[Array, " B"], capacity: int
-) -> Cached:
-    """Runs prompts, padded at their end, and begins a cache.
-
-    Devices that share sequences have all their rows, and a part of the cache of each. The logits
-    are of a device's own rows, as in `decode`.
+    Layers with a window keep its positions alone: as many as the first token of a chunk sees behind
+    its last one. Where devices share sequences they keep all.
 
     Args:
-      length_B: tokens of each row's prompt, at least one.
-      capacity: S, positions that the cache has room for.
+      positions: of a slot's text.
+      chunk: the most tokens of a row.
     """
-    cfg, T = model.cfg, token_BT.shape[1]
-    layout, position_T = model.spec.layout, context.positions(T, model.spec.layout)
-    angles = angles_at(position_T, cfg.rotated_channels, cfg.rope)
-    weights, segment_BT = model.embedding.weights(), jnp.zeros_like(token_BT)
-    x_BtD, cache = model.embedding.embed(context.own(token_BT, layout), weights[0]), []
-    room = capacity // layout.size(layout.context)
 
-    def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, Any]:
-        return attention.prefill(h_BtD, segment_BT, angles)
+    def of_block(window: int | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+        room = positions
+        if window is not None and not layout.context:
+            room = min(room, window - 1 + chunk)
+        if cfg.is_latent:
+            assert cfg.kv_latent is not None
+            entries = [(1, cfg.kv_latent + cfg.rotated_channels)]
+        else:
+            entries = [(cfg.num_kv_heads, cfg.head_width)] * 2
+        dtype = jnp.dtype(cfg.dtype)
+        return tuple(jax.ShapeDtypeStruct((slots, G, room, C), dtype) for G, C in entries)
 
-    for group in model.groups:
-        kept = []
-        for block in _only_repeat(group).blocks:
-            x_BtD, _, own = block.run(x_BtD, attend)
-            kept.append(tuple(_widened(a_BT, room) for a_BT in own))
-        cache.append(kept)
-    x_BTD = enter_tensor(model.norm(x_BtD), layout)
-    is_last_BT = position_T == (length_B - 1)[:, None]
-    last_BD = jnp.sum(jnp.where(is_last_BT[..., None], x_BTD, 0), axis=1)
-    last_BD = context.own_rows(wire.all_reduce(last_BD, layout.context, tag=None), layout)
-    return Cached(_logits(model, last_BD, weights[1]), cache)
+    return [
+        [of_block(kind.window) for kind in kinds] for kinds, _ in layer_groups(cfg, stacked=False)
+    ]
 
 
-def decode(
-    model: Transformer, token_B: Int[Array, " B"], position_B: Int[Array, " B"], cache: Cache
-) -> Cached:
-    """Runs one token of each row, and adds it to the cache.
+def cache_spec(cfg: ModelConfig, layout: Layout) -> P:
+    """Returns the sharding of a cache; a latent is of all heads, so every tensor rank has it."""
+    return P(layout.row_axes, None if cfg.is_latent else layout.tensor, layout.context or None)
 
-    Args:
-      position_B: position of each row's token, below the cache's capacity.
-    """
+
+def extend(
+    model: Transformer, token_RT: Int[Array, "R T"], rows: Rows, cache: Cache
+) -> tuple[Float[Array, "R T D"], Cache]:
+    """Runs new tokens, and adds them to the cache. Returns their final hidden states."""
     cfg = model.cfg
-    angles = angles_at(position_B, cfg.rotated_channels, cfg.rope)
-    weights = model.embedding.weights()
-    x_1tD, grown = model.embedding.embed(token_B[None], weights[0]), []
+    angles = angles_at(rows.position_RT.reshape(-1), cfg.rotated_channels, cfg.rope)
+    is_token_1M = rows.is_token_RT.reshape(1, -1)
+    table_vD = model.embedding.weights()[0]
+    x_1tD, grown = model.embedding.embed(token_RT.reshape(1, -1), table_vD), []
     for group, group_cache in zip(model.groups, cache, strict=True):
         kept_blocks = []
         for block, kept in zip(_only_repeat(group).blocks, group_cache, strict=True):
 
             def attend(attention: Any, h_1tD: jax.Array, kept: Any = kept) -> tuple[Any, Any]:
-                return attention.decode(h_1tD, kept, position_B, angles)
+                return attention.extend(h_1tD, kept, rows, angles)
 
-            x_1tD, _, kept = block.run(x_1tD, attend)
+            x_1tD, _, kept = block.run(x_1tD, attend, is_token_BT=is_token_1M)
             kept_blocks.append(kept)
         grown.append(kept_blocks)
-    x_1BD = enter_tensor(model.norm(x_1tD), model.spec.layout)
-    return Cached(_logits(model, x_1BD[0], weights[1]), grown)
+    x_1MD = enter_tensor(model.norm(x_1tD), model.spec.layout)
+    return x_1MD.reshape(*token_RT.shape, -1), grown
 
 
 def _only_repeat(group: Pattern) -> Pattern:
@@ -101,11 +98,14 @@ def _only_repeat(group: Pattern) -> Pattern:
     return nnx.merge(graph, jax.tree.map(lambda w_1: w_1.squeeze(0), stacked))
 
 
-def _logits(model: Transformer, x_BD: jax.Array, w_Dv: Weight) -> jax.Array:
-    """Wire: logits in float32, gathered over tensor."""
-    return wire.all_gather(logits(x_BD, w_Dv), model.spec.layout.tensor, dim=1)
+def whole_logits(
+    model: Transformer, x_ND: Float[Array, "N D"], w_Dv: Weight
+) -> Float[Array, "N V"]:
+    """Returns logits of the whole vocabulary. Wire: logits in float32, gathered over tensor."""
+    return wire.all_gather(logits(x_ND, w_Dv), model.spec.layout.tensor, dim=1)
 
 
-def _widened(a_BT: jax.Array, capacity: int) -> jax.Array:
-    """Appends free positions: [B, T, ...] -> [B, S, ...]."""
-    return jnp.pad(a_BT, ((0, 0), (0, capacity - a_BT.shape[1]), *((0, 0),) * (a_BT.ndim - 2)))
+def cache_bytes(cache: Cache, cfg: ModelConfig, layout: Layout) -> int:
+    """Returns the bytes of a cache on each device."""
+    shards = layout.size(layout.token_axes) * (1 if cfg.is_latent else layout.size(layout.tensor))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache)) // shards

@@ -5,12 +5,12 @@ this device may see.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moejax.annotations import Array, Float, Int
+from moejax.annotations import Array, Bool, Float, Int
 from moejax.comm import context, wire
 from moejax.comm.context import Reach
 from moejax.kernels.attention.attention import attention
@@ -96,33 +96,75 @@ def attend(
     return attend_seen(q_BTHC, *seen, window=window, spec=spec, **form)
 
 
-def put_own(
-    cache: tuple[jax.Array, ...], new: tuple[jax.Array, ...], position_B: jax.Array, layout: Layout
-) -> tuple[jax.Array, ...]:
-    """Returns a cache [B', S, ...] with new entries of the B' rows of all devices that share them.
+class Rows(NamedTuple):
+    """Rows of new tokens, whose texts are in slots of a cache: R rows, T tokens of each.
 
-    Wire: the new entries.
+    Attributes:
+      slot_R: slot of each row, among those of this device.
+      start_R: position of its first token.
+      count_R: its tokens; what stands behind them is padding.
+      length: T.
+      every: whether row r has slot r, for every slot.
+    """
+
+    slot_R: Int[Array, " R"]
+    start_R: Int[Array, " R"]
+    count_R: Int[Array, " R"]
+    length: int
+    every: bool
+
+    @property
+    def position_RT(self) -> Int[Array, "R T"]:
+        """Positions of the tokens."""
+        return self.start_R[:, None] + jnp.arange(self.length)
+
+    @property
+    def is_token_RT(self) -> Bool[Array, "R T"]:
+        """Whether there is a token."""
+        return jnp.arange(self.length) < self.count_R[:, None]
+
+    def joined(self, slots: int, layout: Layout) -> "Rows":
+        """Returns the rows of all devices that share sequences, which have `slots` together."""
+        if not layout.context:
+            return self
+        before = wire.index(layout.context) * (slots // layout.size(layout.context))
+        arrays = self.slot_R + before, self.start_R, self.count_R
+        return Rows(*(context.gather_rows(x, layout) for x in arrays), *self[3:])
+
+
+def put_own(
+    cache: tuple[jax.Array, ...], new: tuple[jax.Array, ...], rows: Rows, layout: Layout
+) -> tuple[jax.Array, ...]:
+    """Returns a cache [N, G, S, ...] with the entries of new tokens.
+
+    An entry is kept at the place of its position, counted around S. Where devices share sequences,
+    the device that has the position keeps it. Wire: the new entries.
 
     Args:
-      new: entries of this device's rows, [B, ...].
-      position_B: their positions; the device that has a position keeps the entry.
+      new: entries of the tokens of this device's rows, [R, T, G, ...].
     """
-    place_B = context.place_of(context.gather_rows(position_B, layout), layout)
-    both = zip(cache, new, strict=True)
-    return tuple(put(kept, context.gather_rows(own, layout), place_B) for kept, own in both)
+    slots, _, S, _ = cache[0].shape
+    rows = rows.joined(slots, layout)
+    position_RT = rows.position_RT
+    place_RT = context.place_of(position_RT, layout) if layout.context else position_RT % S
+    place_RT = jnp.where(rows.is_token_RT, place_RT, S)
+    return tuple(
+        put(kept, context.gather_rows(own, layout), rows.slot_R, place_RT)
+        for kept, own in zip(cache, new, strict=True)
+    )
 
 
 def attend_cached(
-    q_BHC: Float[Array, "B H C"],
-    k_BSGC: Float[Array, "_ S G C"],
-    v_BSGV: Float[Array, "_ S G V"],
-    position_B: Int[Array, " B"],
+    q_RTHC: Float[Array, "R T H C"],
+    k_NGSC: Float[Array, "N G S C"],
+    v_NGSV: Float[Array, "N G S V"],
+    rows: Rows,
     layout: Layout,
     *,
     sinks_H: Float[Array, " H"] | None = None,
     **form: Any,
-) -> Float[Array, "B H V"]:
-    """Attends from one token of each of this device's rows to a cache.
+) -> Float[Array, "R T H V"]:
+    """Attends from the tokens of this device's rows to a cache that has their entries.
 
     Where devices share sequences, each has a part of the cache of all their rows. Wire: queries of
     these rows, and their results in float32.
@@ -130,15 +172,25 @@ def attend_cached(
     Args:
       form: window and scale.
     """
-    q_BHC, all_B = (context.gather_rows(x, layout) for x in (q_BHC, position_B))
-    position_S = context.positions(k_BSGC.shape[1] * layout.size(layout.context), layout)
-    y_BHV, log_BH = cached_attention(q_BHC, k_BSGC, v_BSGV, all_B, position_S, **form)
+    slots, _, S, _ = k_NGSC.shape
+    q_RTHC, rows = context.gather_rows(q_RTHC, layout), rows.joined(slots, layout)
+    newest_R = rows.start_R + rows.count_R - 1
+    if layout.context:
+        position_RS = context.positions(S * layout.size(layout.context), layout)[None]
+        places_R = context.keys_before(newest_R + 1, wire.index(layout.context), layout)
+    else:
+        newest_R1 = newest_R[:, None]
+        position_RS = newest_R1 - (newest_R1 - jnp.arange(S)) % S
+        places_R = jnp.minimum(newest_R + 1, S)
+    k_RGSC, v_RGSV = (x if rows.every else x[rows.slot_R] for x in (k_NGSC, v_NGSV))
+    keys = k_RGSC, v_RGSV, rows.position_RT, position_RS, jnp.max(places_R)
+    y_RTHV, log_RTH = cached_attention(q_RTHC, *keys, **form)
     if layout.context:
         with jax.named_scope(context.CONTEXT):
-            top_BH = wire.all_max(log_BH, layout.context)
-            weight_BH = jnp.exp(log_BH - top_BH)
-            total_BH = wire.all_reduce(weight_BH, layout.context, tag=None)
-            y_BHV *= (weight_BH / total_BH)[..., None]
-            y_BHV = wire.reduce_scatter(y_BHV, layout.context, dim=0, tag=None)
-        log_BH = context.own_rows(top_BH + jnp.log(total_BH), layout)
-    return join_sinks(Merged(y_BHV, log_BH), sinks_H)[0].astype(v_BSGV.dtype)
+            top_RTH = wire.all_max(log_RTH, layout.context)
+            weight_RTH = jnp.exp(log_RTH - top_RTH)
+            total_RTH = wire.all_reduce(weight_RTH, layout.context, tag=None)
+            y_RTHV *= (weight_RTH / total_RTH)[..., None]
+            y_RTHV = wire.reduce_scatter(y_RTHV, layout.context, dim=0, tag=None)
+        log_RTH = context.own_rows(top_RTH + jnp.log(total_RTH), layout)
+    return join_sinks(Merged(y_RTHV, log_RTH), sinks_H)[0].astype(v_NGSV.dtype)

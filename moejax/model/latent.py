@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import wire
 from moejax.comm.activations import (
     enter_tensor,
     enter_tensor_together,
@@ -76,18 +75,11 @@ class LatentAttention(nnx.Module):
         self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
-        return self.prefill(x_BtD, segment_BS, angles)[0]
-
-    def prefill(
-        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
-    ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As `__call__`; also returns the latents of its positions, with their keys that rotate."""
         if self.spec.layout.context:
             return self._in_context(x_BtD, segment_BS, angles)
         projected = self._project(x_BtD, angles)
         attend = partial(context.attend, segment=segment_BS, spec=self.spec)
-        y_BtD = self._attend(projected.q_BTHC, self._keys(projected, angles), attend)
-        return y_BtD, (_kept(projected, angles),)
+        return self._attend(projected.q_BTHC, self._keys(projected, angles), attend)
 
     def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
         """Returns the keys and values of these positions, [B, T, H, C] and [B, T, H, V]."""
@@ -102,43 +94,43 @@ class LatentAttention(nnx.Module):
         attend = partial(attend, implementation=self.spec.sliced_attention)
         return self._attend(projected.q_BTHC, keys_values, attend), keys_values
 
-    def decode(
+    def extend(
         self,
         x_1tD: Float[Array, "1 t D"],
         cache: tuple[jax.Array, ...],
-        position_B: Int[Array, " B"],
+        rows: context.Rows,
         angles: Angles,
     ) -> tuple[Float[Array, "1 t D"], tuple[jax.Array, ...]]:
-        """Attends from one token of each of B rows, which stand in x as the tokens of a sequence.
+        """Attends from the new tokens of rows, which stand in x one row after the other.
 
         Queries are taken into the latent, so that no key or value is expanded: all heads attend to
         one key, the latent with the key that rotates, whose value is the latent.
 
         Args:
-          cache: (kept_BSZ,), the latents of earlier positions with their keys that rotate.
-          angles: angles of the rows' positions.
+          cache: (kept_N1SZ,), the latents of positions with their keys that rotate.
+          angles: angles of the tokens' positions.
         Returns:
-          The result of `__call__`, and the cache with the rows' own latents.
+          The result of `__call__`, and the cache with the tokens' own latents.
         """
-        cfg = self.cfg
+        cfg, T, layout = self.cfg, rows.length, self.spec.layout
         projected = self._project(x_1tD, angles)
-        own_BZ, Z = _kept(projected, angles)[0], projected.latent_BTZ.shape[-1]
+        own_MZ, Z = _kept(projected, angles)[0], projected.latent_BTZ.shape[-1]
         w_uk_ZHC, w_uv_ZHV = _split_weight(gather_weight(self.w_ukv, self.spec), cfg.value_channels)
-        plain_BHC, rotated_BHR = split_last(projected.q_BTHC[0], cfg.rotated_channels)
-        q_BHZ = _into_latent(plain_BHC, w_uk_ZHC)
-        layout = self.spec.layout
-        (kept_BSZ,) = context.put_own(cache, (own_BZ,), position_B, layout)
-        y_BHZ = context.attend_cached(
-            jnp.concatenate([q_BHZ, rotated_BHR], axis=-1),
-            kept_BSZ[:, :, None],
-            kept_BSZ[:, :, None, :Z],
-            position_B,
+        plain_MHC, rotated_MHR = split_last(projected.q_BTHC[0], cfg.rotated_channels)
+        q_MHZ = jnp.concatenate([_into_latent(plain_MHC, w_uk_ZHC), rotated_MHR], axis=-1)
+        own_RT1Z = own_MZ.reshape(-1, T, 1, own_MZ.shape[-1])
+        (kept_N1SZ,) = context.put_own(cache, (own_RT1Z,), rows, layout)
+        y_RTHZ = context.attend_cached(
+            q_MHZ.reshape(-1, T, *q_MHZ.shape[1:]),
+            kept_N1SZ,
+            kept_N1SZ[..., :Z],
+            rows,
             layout,
             window=self.window,
             scale=self._scale,
         )
-        y_BHV = _out_of_latent(y_BHZ, w_uv_ZHV)
-        return project_from_heads(y_BHV[None], self.w_o, self.spec), (kept_BSZ,)
+        y_MHV = _out_of_latent(y_RTHZ.reshape(-1, *y_RTHZ.shape[2:]), w_uv_ZHV)
+        return project_from_heads(y_MHV[None], self.w_o, self.spec), (kept_N1SZ,)
 
     @property
     def _scale(self) -> float:
@@ -157,8 +149,8 @@ class LatentAttention(nnx.Module):
 
     def _in_context(
         self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles
-    ) -> tuple[jax.Array, tuple[jax.Array]]:
-        """`prefill` where devices share sequences: they exchange latents, and expand those seen."""
+    ) -> jax.Array:
+        """`__call__` where devices share sequences: they exchange latents, and expand those seen."""
         spec, layout = self.spec, self.spec.layout
         q_BTHC = self._queries(enter_tensor(self._query_source(x_BtD), layout), angles)
         latent_BtZ, rotated_BtR = self._key_value_source(split_positions(x_BtD, layout))
@@ -168,8 +160,7 @@ class LatentAttention(nnx.Module):
         seen_BSZ = context.see(sources, reach_of(self.window, layout), spec, over_tensor=True)
         latent_BSZ, key_BSR = split_last(seen_BSZ, self.cfg.rotated_channels)
         attend = partial(context.attend_seen, segment=segment_BS, spec=spec)
-        y_BtD = self._attend(q_BTHC, self._expand(latent_BSZ, key_BSR), attend)
-        return y_BtD, (wire.all_gather(sources, layout.tensor, dim=1, tag=None),)
+        return self._attend(q_BTHC, self._expand(latent_BSZ, key_BSR), attend)
 
     def _attend(
         self, q_BTHC: jax.Array, keys_values: tuple[jax.Array, jax.Array], attend: Callable

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.annotations import Array, Float, Int
+from moejax.annotations import Array, Bool, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import (
     enter_tensor,
@@ -116,13 +116,19 @@ class MoE(nnx.Module):
         )
 
     def __call__(
-        self, h_BtD: Float[Array, "B t D"], weights: MoEWeights, noise: router.Noise | None = None
+        self,
+        h_BtD: Float[Array, "B t D"],
+        weights: MoEWeights,
+        noise: router.Noise | None = None,
+        is_token_BT: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B t D"], MoEStats]:
         """Takes and returns activations in the layout between blocks (`comm.activations`).
 
         Args:
           weights: `self.weights()`, called earlier so that they arrive in time.
           noise: for the router's jitter; None for no jitter.
+          is_token_BT: whether there is a token at each position; others reach no expert. None: at
+            all.
         """
         moe, layout = self.moe, self.spec.layout
         replicated = self.spec.route.replicated
@@ -133,6 +139,9 @@ class MoE(nnx.Module):
             logit_NE = self._logits(x_BtD, weights.router_DE, noise)
             routing = router.route(logit_NE, self.bias[...], moe.router, k=moe.experts_per_token)
         expert_NK = routing.expert_NK
+        if is_token_BT is not None:
+            own_Bt = is_token_BT if replicated else own_positions(is_token_BT, layout)
+            expert_NK = jnp.where(own_Bt.reshape(-1, 1), expert_NK, moe.num_experts)
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)

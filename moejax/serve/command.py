@@ -13,8 +13,8 @@ from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.screen import screen
+from moejax.serve.batch import Batch, Request, generate
 from moejax.serve.engine import build_engine
-from moejax.serve.generate import generate
 from moejax.serve.placing import check_overrides, place
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
 from moejax.serve.sampling import Sampling
@@ -70,6 +70,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="P",
         help="then from the likeliest tokens of total probability P",
     )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="then from those that are at least P times as likely as the likeliest",
+    )
     add("--seed", type=int, default=0, metavar="S", help="seed of the draws (default: 0)")
     add("--stream", action="store_true", help="print the text of --prompt while it grows")
     add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: the model's)")
@@ -86,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(rest)
 
     def run() -> None:
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
         sampling.check()
         _check_flags(args)
         with join() as processes:
@@ -151,12 +158,11 @@ def _continue(
     stream: bool,
 ) -> float:
     """Starts devices, reads the weights, and appends tokens to the texts; returns the seconds."""
+    placed = place(chosen, processes)
     engine = build_engine(
-        *place(chosen, processes),
-        longest=max(len(text.prompt_ids) for text in texts),
-        prompts=len(texts),
-        tokens=tokens,
-        sampling=sampling,
+        *placed,
+        slots=min(len(texts), placed.cfg.train.batch_sequences),
+        positions=max(len(text.prompt_ids) for text in texts) + tokens,
         allowed=vocabulary.allowed,
     )
     beside = engine.bytes_beside_weights()
@@ -165,11 +171,12 @@ def _continue(
     begin, shown, first = time.monotonic(), "", texts[0]
     if stream:
         print(first.prompt, end=vocabulary.between, flush=True)
-    prompts = [text.prompt_ids for text in texts]
-    for token in generate(
-        engine, state, prompts, tokens=tokens, stops=vocabulary.stops, processes=processes
-    ):
-        texts[token.prompt].ids.append(token.id)
+    requests = [
+        Request(text.prompt_ids, tokens, sampling, vocabulary.stops, number)
+        for number, text in enumerate(texts)
+    ]
+    for number, token in generate(Batch(engine, state, processes), requests):
+        texts[number].ids.append(token.id)
         text = vocabulary.continuation(first.prompt_ids, first.ids) if stream else ""
         # Bytes of an unfinished character wait for the others.
         if stream and not text.endswith("\ufffd"):
@@ -211,6 +218,7 @@ def _print_json(
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
         "seed": sampling.seed,
         "texts": found,
     }

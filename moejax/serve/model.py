@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
 from moejax.runtime.processes import ALONE
+from moejax.serve.batch import Batch, Request, generate
 from moejax.serve.engine import Engine, build_engine
-from moejax.serve.generate import generate
 from moejax.serve.placing import PlacedModel, check_overrides, place
 from moejax.serve.prompts import encode_prompts, open_vocabulary
 from moejax.serve.sampling import Sampling
@@ -39,7 +39,7 @@ class LoadedModel:
         self.path, self.step = Path(chosen.saved.path), chosen.saved.step
         self.vocab_size = placed.cfg.model.vocab_size
         self._engines: dict[tuple[Any, ...], Engine] = {}
-        engine = self._engine(1, 1, 1, Sampling(), self.vocab_size)
+        engine = self._engine(1, 1, self.vocab_size)
         beside = engine.bytes_beside_weights()
         check_memory(engine.train_step, ALONE, gradients=False, beside=beside)
         self._state: TrainState = engine.take(read_weights(chosen, engine.stored))
@@ -60,14 +60,14 @@ class LoadedModel:
         """
         token_BT = self._checked(token_ids)
         count, length = token_BT.shape[0], token_BT.shape[1]
-        engine = self._engine(length, count, 0, Sampling(), self.vocab_size)
-        (B, T), parts = engine.batch_shape, []
+        engine = self._engine(length, count, self.vocab_size)
+        (B, T), parts = engine.train_step.batch_shape, []
         for first in range(0, count, B):
             rows_BT = token_BT[first : first + B]
             # Behind a sequence nothing is seen, and other rows take part in nothing.
             padded_BT = np.zeros((B, T), np.int32)
             padded_BT[: len(rows_BT), :length] = rows_BT
-            logit_BTV = np.asarray(engine.logits(self._state, engine.place(padded_BT)))
+            logit_BTV = np.asarray(engine.logits(self._state, engine.place_batch(padded_BT)))
             parts.append(logit_BTV[: len(rows_BT), :length])
         found_BTV = np.concatenate(parts)
         return found_BTV[0] if np.ndim(token_ids) == 1 else found_BTV
@@ -80,6 +80,7 @@ class LoadedModel:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int = 0,
         chat: bool = False,
     ) -> list[str]:
@@ -93,13 +94,14 @@ class LoadedModel:
           temperature: 0 takes the likeliest token.
           top_k: draws from this number of the likeliest tokens; None: from all.
           top_p: then from the likeliest of this mass.
+          min_p: then from those at least this many times as likely as the likeliest.
           seed: seed of the draws.
           chat: whether prompts are messages of a user, which the chat template writes.
         Raises:
           InputError: if an option is out of range, or the model has no place for so much text.
           RunError: if logits are not finite.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         sampling.check()
         if tokens < 1:
             raise InputError(f"`tokens` is out of range. Got {tokens}. It is at least 1. Raise it.")
@@ -110,27 +112,22 @@ class LoadedModel:
         encoded, notes = encode_prompts(texts, vocabulary, self._placed.cfg, tokens)
         for note in notes:
             warnings.warn(note.removeprefix("warning: "), stacklevel=2)
-        longest = max(map(len, encoded))
-        engine = self._engine(longest, len(texts), tokens, sampling, vocabulary.allowed)
+        longest = max(map(len, encoded)) + tokens
+        engine = self._engine(longest, len(texts), vocabulary.allowed)
         found: list[list[int]] = [[] for _ in texts]
-        stops = vocabulary.stops
-        for token in generate(engine, self._state, encoded, tokens=tokens, stops=stops):
-            found[token.prompt].append(token.id)
+        requests = [
+            Request(ids, tokens, sampling, vocabulary.stops, number)
+            for number, ids in enumerate(encoded)
+        ]
+        for number, token in generate(Batch(engine, self._state), requests):
+            found[number].append(token.id)
         return [vocabulary.continuation(*pair) for pair in zip(encoded, found, strict=True)]
 
-    def _engine(
-        self, longest: int, prompts: int, tokens: int, sampling: Sampling, allowed: int
-    ) -> Engine:
-        """Returns the compiled functions for some prompts; the same again for their like."""
-        engine = build_engine(
-            *self._placed,
-            longest=longest,
-            prompts=prompts,
-            tokens=tokens,
-            sampling=sampling,
-            allowed=allowed,
-        )
-        key = (engine.batch_shape, engine.capacity, sampling, allowed)
+    def _engine(self, positions: int, texts: int, allowed: int) -> Engine:
+        """Returns the compiled functions for some texts; the same again for their like."""
+        slots = min(texts, self._placed.cfg.train.batch_sequences)
+        engine = build_engine(*self._placed, slots=slots, positions=positions, allowed=allowed)
+        key = (engine.slots, engine.positions, allowed)
         return self._engines.setdefault(key, engine)
 
     def _checked(self, token_ids: ArrayLike) -> np.ndarray:

@@ -7,7 +7,6 @@ import numpy as np
 
 from moejax.config.schema import Config, LoraConfig, MeshConfig
 from moejax.serve.engine import Engine, build_engine
-from moejax.serve.sampling import Sampling
 from tests.cases import step_for
 
 
@@ -42,16 +41,7 @@ def on_mesh(state, engine_or_step):
     return engine.take(state) if engine else state
 
 
-def engine_for(cfg: Config, prompts, tokens: int, sampling: Sampling | None = None) -> Engine:
-    """The engine of these prompts on the first devices that the mesh asks for."""
-    train_step = step_for(cfg)
-    return build_engine(
-        cfg,
-        train_step.mesh,
-        "cpu",
-        longest=max(map(len, prompts)),
-        prompts=len(prompts),
-        tokens=tokens,
-        sampling=sampling or Sampling(),
-        allowed=cfg.model.vocab_size,
-    )
+def engine_for(cfg: Config, slots: int, positions: int) -> Engine:
+    """The engine on the first devices that the mesh asks for."""
+    mesh, allowed = step_for(cfg).mesh, cfg.model.vocab_size
+    return build_engine(cfg, mesh, "cpu", slots=slots, positions=positions, allowed=allowed)

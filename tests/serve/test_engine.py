@@ -2,14 +2,15 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
 from moejax.serve import engine as serve_engine
-from moejax.serve.engine import PROMPT_MULTIPLE, DecodingInputs
-from moejax.serve.generate import generate, padded
+from moejax.serve.batch import Batch, Request, generate
+from moejax.serve.engine import SHORT, no_tokens
 from tests.cases import CERTAIN, small_config, step_for
 from tests.hf.golden import cases_of, loaded
 from tests.serve.models import engine_for, on_mesh, random_state, weights_of
@@ -53,22 +54,24 @@ def whole_logits(cfg, state, token_BT):
     return np.stack([np.asarray(next_logits(state, (token_BT, length))) for length in lengths])
 
 
-def cached_logits(cfg, state, token_BT, length_B):
-    """Logits after each row's prompt and after each token that follows, [steps, B, V]."""
-    prompts = [row[:length].tolist() for row, length in zip(token_BT, length_B, strict=True)]
-    steps = token_BT.shape[1] - max(length_B)
-    engine = engine_for(cfg, prompts, steps + 1)
-    assert engine.batch_shape[0] == len(prompts)
-    state = on_mesh(state, engine)
-    batch, rows = padded(prompts, engine.batch_shape, 0)
-    logits, cache = engine.prefill(state, engine.place(batch))
-    found = [np.asarray(logits)]
-    for step in range(steps):
-        position_B = length_B + step
-        token_B = token_BT[np.arange(len(prompts)), position_B]
-        rows = DecodingInputs(token_B, position_B.astype(np.int32), rows.number_B)
-        logits, cache = engine.decode(state, engine.place(rows), cache)
+def cached_logits(cfg, state, token_BT, pieces):
+    """Logits behind each piece of each row, [pieces, B, V].
+
+    Args:
+      pieces: tokens of each row in one call after the other, [pieces, B].
+    """
+    engine = engine_for(cfg, len(token_BT), token_BT.shape[1])
+    assert engine.slots * engine.devices == len(token_BT)
+    state, cache = on_mesh(state, engine), engine.empty_cache()
+    start_B, found = np.zeros(len(token_BT), np.int32), []
+    for count_B in np.asarray(pieces, np.int32):
+        tokens = no_tokens(engine, engine.slots, max(count_B))
+        tokens.start_R[:], tokens.count_R[:] = start_B, count_B
+        for row, (start, count) in enumerate(zip(start_B, count_B, strict=True)):
+            tokens.token_RT[row, :count] = token_BT[row, start : start + count]
+        logits, cache = engine.extend(every=True)(state, engine.place(tokens), cache)
         found.append(np.asarray(logits))
+        start_B = start_B + count_B
     return np.stack(found)
 
 
@@ -111,13 +114,11 @@ def test_adapters_stay_beside_their_weights(mesh, model, targets):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "mesh", "rows"),
-    [(3, (1, 1, 1, 1), 3), (20, (1, 1, 1, 1), 8), (3, (1, 1, 2, 2), 4), (20, (1, 2, 2, 2), 8)],
+    ("slots", "mesh", "own"),
+    [(3, (1, 1, 1, 1), 3), (20, (1, 1, 1, 1), 20), (3, (1, 1, 2, 2), 2), (20, (1, 2, 2, 2), 6)],
 )
-def test_a_batch_has_as_many_rows_as_prompts_but_not_more_than_the_run_has(prompts, mesh, rows):
-    """8 sequences a step; rounded up to what devices share."""
-    engine = engine_for(small_config(mesh), [[1]] * prompts, 1)
-    assert engine.batch_shape[0] == rows
+def test_slots_are_rounded_up_to_what_devices_share(slots, mesh, own):
+    assert engine_for(small_config(mesh), slots, 1).slots == own
 
 
 @pytest.mark.parametrize(
@@ -126,13 +127,16 @@ def test_a_batch_has_as_many_rows_as_prompts_but_not_more_than_the_run_has(promp
     [(FULL, 2 * 2 * 2 * 4), (LATENT, 2 * (16 + 2))],
 )
 def test_bytes_of_a_cache_are_those_of_one_device(model, numbers):
-    """Of two blocks; 8 rows on two devices of the expert axis, and two of the tensor axis."""
-    tokens = 5000
-    engine = engine_for(
-        small_config((1, 1, 2, 2), model=model), [[1] * PROMPT_MULTIPLE] * 8, tokens
-    )
-    positions = PROMPT_MULTIPLE + tokens
-    assert engine.bytes_beside_weights() == 4 * positions * numbers * 4
+    """Of two blocks; 8 slots on two devices of the expert axis, and two of the tensor axis."""
+    engine = engine_for(small_config((1, 1, 2, 2), model=model), 8, 5000)
+    assert engine.bytes_beside_weights() == 4 * -(-5000 // SHORT) * SHORT * numbers * 4
+
+
+def test_a_layer_with_a_window_keeps_what_a_piece_sees():
+    """Three positions of 128: a piece of 64 tokens sees two before its first."""
+    engine = engine_for(small_config(model=WINDOW), 2, 128)
+    rooms = {x.shape[2] for x in jax.tree.leaves(engine.empty_cache())}
+    assert rooms == {2 + SHORT, 128}
 
 
 def test_logits_of_all_positions_are_those_of_the_forward_pass_with_adapters_too():
@@ -140,8 +144,10 @@ def test_logits_of_all_positions_are_those_of_the_forward_pass_with_adapters_too
     cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=("moe.w_*", "embedding.*")))
     state = random_state(cfg)
     token_BT = np.random.default_rng(1).integers(0, 64, (8, 16), dtype=np.int32)
-    engine = engine_for(cfg, token_BT.tolist(), 1)
-    found_BTV = engine.logits(on_mesh(state, engine), engine.place(token_BT))
+    engine = engine_for(cfg, 8, 16)
+    token_BS = np.pad(token_BT, ((0, 0), (0, SHORT - 16)))
+    found_BSV = engine.logits(on_mesh(state, engine), engine.place_batch(token_BS))
+    found_BTV = found_BSV[:, :16]
     wanted_TBV = whole_logits(cfg, state, token_BT)
     bound = CLOSE * np.abs(wanted_TBV).max()
     np.testing.assert_allclose(np.swapaxes(found_BTV, 0, 1), wanted_TBV, rtol=0, atol=bound)
@@ -154,12 +160,10 @@ def test_logits_in_bfloat16_are_summed_in_float32():
     """
     V = 1000
     cfg = small_config(model=GROUPED | {"dtype": "bfloat16", "vocab_size": V}, moe=CERTAIN)
-    engine = engine_for(cfg, [[1, 2, 3]] * 8, 2)
-    state, (prompts, rows, made) = engine.train_step.abstract, engine.abstract()
-    whole = step_for(cfg)
+    engine = engine_for(cfg, 8, 2)
+    state, cache, whole = engine.train_step.abstract, engine.empty_cache(), step_for(cfg)
     programs = [
-        engine.prefill.trace(state, prompts),
-        engine.decode.trace(state, rows, made.cache),
+        *(engine.extend(True).trace(state, no_tokens(engine, 8, length), cache) for length in (1, 4)),
         whole.next_logits.trace(whole.abstract, whole.abstract_prompt()),
     ]
     for program in programs:
@@ -181,23 +185,30 @@ def products(jaxpr):
 def test_no_row_loses_tokens_to_a_training_capacity():
     """A capacity drops what an expert has too much of, so a row's text would hang on the others."""
     cfg = small_config(moe={"capacity_factor": 1.0})
-    engine = engine_for(cfg, [[1, 2, 3]] * 4, 2)
+    engine = engine_for(cfg, 4, 5)
     assert engine.train_step.cfg.moe.capacity_factor is None
     assert engine.train_step.plain.cfg.moe.capacity_factor is None
 
 
 def check_cached(cfg):
-    """Compares logits with a cache to those of whole forward passes."""
+    """Compares logits with a cache to those of whole forward passes.
+
+    Prompts enter in two pieces, in the second of which some rows have no token.
+    """
     state = random_state(cfg)
     token_BT = np.random.default_rng(1).integers(0, 64, (8, 16), dtype=np.int32)
-    length_B = np.array([3, 1, 8, 5, 6, 2, 7, 4])
+    prompts = [[3, 1, 8, 5, 6, 2, 7, 4], [2, 6, 0, 1, 0, 3, 1, 0]]
+    pieces = np.array([*prompts, *[[1] * 8] * 8])
     alone = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=1))
     whole_TBV = whole_logits(alone, state, token_BT)
-    found = cached_logits(cfg, state, token_BT, length_B)
-    for step, logit_BV in enumerate(found):
-        wanted_BV = whole_TBV[length_B + step - 1, np.arange(8)]
+    found = cached_logits(cfg, state, token_BT, pieces)
+    for piece, (logit_BV, end_B) in enumerate(zip(found, pieces.cumsum(0), strict=True)):
+        has = pieces[piece] > 0
+        wanted_BV = whole_TBV[end_B - 1, np.arange(8)]
         bound = CLOSE * np.abs(whole_TBV).max()
-        np.testing.assert_allclose(logit_BV, wanted_BV, rtol=0, atol=bound, err_msg=f"{step=}")
+        np.testing.assert_allclose(
+            logit_BV[has], wanted_BV[has], rtol=0, atol=bound, err_msg=f"{piece=}"
+        )
 
 
 GOLDEN = [
@@ -215,7 +226,7 @@ def test_greedy_texts_are_those_of_transformers(tmp_path, family, name, mesh):
     case = cases[name or next(iter(cases))]
     train_step, state = loaded(tmp_path, case, mesh)
     prompt, tokens = case["tokens"][0][:8], len(case["greedy"])
-    engine = engine_for(train_step.cfg, [prompt], tokens)
-    state = engine.take(weights_of(state))
-    found = generate(engine, state, [prompt], tokens=tokens, stops=frozenset())
-    assert [token.id for token in found] == case["greedy"]
+    engine = engine_for(train_step.cfg, 1, len(prompt) + tokens)
+    batch = Batch(engine, engine.take(weights_of(state)))
+    found = generate(batch, [Request(prompt, tokens)])
+    assert [token.id for _, token in found] == case["greedy"]

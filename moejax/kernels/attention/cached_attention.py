@@ -1,53 +1,95 @@
-"""Attention from one query a row to the keys and values that a cache keeps.
+"""Attention from new tokens to the keys and values that a cache keeps.
 
-Per device. Legend: B rows (sequences), S positions of the cache, H heads, G heads of keys,
-R = H / G, C width of a head's queries and keys, V of its values.
+Per device. Legend: R rows, T queries of each, S places of the cache, K places of a block, H heads,
+G heads of keys, P = T * H / G, C width of a head's queries and keys, V of its values; N slots.
 """
+
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moejax.annotations import Array, Float, Int
-from moejax.kernels.attention.blocked import MASKED
+from moejax.kernels.attention.blocked import LOWEST, MASKED
+
+KEYS = 512  # most places of a block
 
 
 def cached_attention(
-    q_BHC: Float[Array, "B H C"],
-    k_BSGC: Float[Array, "B S G C"],
-    v_BSGV: Float[Array, "B S G V"],
-    position_B: Int[Array, " B"],
-    position_S: Int[Array, " S"],
+    q_RTHC: Float[Array, "R T H C"],
+    k_RGSC: Float[Array, "R G S C"],
+    v_RGSV: Float[Array, "R G S V"],
+    position_RT: Int[Array, "R T"],
+    position_RS: Int[Array, "_ S"],
+    stop: Int[Array, ""],
     *,
     window: int | None,
     scale: float,
-) -> tuple[Float[Array, "B H V"], Float[Array, "B H"]]:
+) -> tuple[Float[Array, "R T H V"], Float[Array, "R T H"]]:
     """Returns each query's mean of the values, weighted by the softmax of its scores, and its log.
 
-    The softmax is as in `kernels.attention.blocked`, in float32. The cache is read once for all
-    heads. The log is that of the denominators.
+    The softmax is as in `kernels.attention.blocked`, in float32. The log is that of the
+    denominators. A query that sees no key gets zeros.
 
     Args:
-      position_B: position of each row's query. It sees the keys that are not later and not `window`
-        or more back; the cache's entries at later positions are ignored.
-      position_S: positions of the cache's entries.
+      position_RT: positions of the queries. A query sees the keys that are not later and not
+        `window` or more back.
+      position_RS: positions of the cache's entries, below 0 for places without one.
+      stop: no query sees an entry at this place or behind it; blocks from there on are not read.
     """
-    B, H, C = q_BHC.shape
-    G = k_BSGC.shape[2]
-    q_BGRC = (q_BHC * scale).reshape(B, G, H // G, C)
-    score_BGRS = jnp.einsum("bgrc,bsgc->bgrs", q_BGRC, k_BSGC, preferred_element_type=jnp.float32)
-    back_BS = position_B[:, None] - position_S
-    seen_BS = back_BS >= 0 if window is None else (back_BS >= 0) & (back_BS < window)
-    score_BGRS = jnp.where(seen_BS[:, None, None], score_BGRS, MASKED)
-    top_BGR1 = jnp.max(score_BGRS, axis=-1, keepdims=True)
-    p_BGRS = jnp.exp(score_BGRS - top_BGR1)
-    total_BGR1 = jnp.sum(p_BGRS, axis=-1, keepdims=True)
-    y_BGRV = jnp.einsum(
-        "bgrs,bsgv->bgrv", p_BGRS.astype(v_BSGV.dtype), v_BSGV, preferred_element_type=jnp.float32
-    )
-    log_BGR1 = top_BGR1 + jnp.log(total_BGR1)
-    return (y_BGRV / total_BGR1).reshape(B, H, -1), log_BGR1.reshape(B, H)
+    R, T, H, C = q_RTHC.shape
+    G, S, V = v_RGSV.shape[1:]
+    K = S if S <= KEYS else math.gcd(S, KEYS)
+    # R T G (H / G) C -> R G P C
+    q_RGPC = (q_RTHC * scale).reshape(R, T, G, -1, C).swapaxes(1, 2).reshape(R, G, -1, C)
+
+    def visit(m: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        y_RGPV, top_RGP1, total_RGP1 = sums
+        block = partial(lax.dynamic_slice_in_dim, start_index=m * K, slice_size=K)
+        k_RGKC, v_RGKV, position_RK = (
+            x if K == S else block(x, axis=axis)
+            for x, axis in ((k_RGSC, 2), (v_RGSV, 2), (position_RS, 1))
+        )
+        back_RTK = position_RT[:, :, None] - position_RK[:, None]
+        seen_RTK = (back_RTK >= 0) & (position_RK >= 0)[:, None]
+        if window is not None:
+            seen_RTK &= back_RTK < window
+        seen_R1PK = jnp.repeat(seen_RTK, H // G, axis=1)[:, None]
+        score_RGPK = _dot("rgpc,rgkc->rgpk", q_RGPC, k_RGKC)
+        score_RGPK = jnp.where(seen_R1PK, score_RGPK, MASKED)
+        higher_RGP1 = jnp.maximum(top_RGP1, jnp.max(score_RGPK, axis=-1, keepdims=True))
+        p_RGPK, less_RGP1 = jnp.exp(score_RGPK - higher_RGP1), jnp.exp(top_RGP1 - higher_RGP1)
+        total_RGP1 = total_RGP1 * less_RGP1 + jnp.sum(p_RGPK, axis=-1, keepdims=True)
+        more_RGPV = _dot("rgpk,rgkv->rgpv", p_RGPK.astype(v_RGKV.dtype), v_RGKV)
+        return y_RGPV * less_RGP1 + more_RGPV, higher_RGP1, total_RGP1
+
+    P = q_RGPC.shape[2]
+    zero_RGP1 = jnp.zeros((R, G, P, 1), jnp.float32)
+    sums = jnp.zeros((R, G, P, V), jnp.float32), zero_RGP1 + LOWEST, zero_RGP1
+    if K == S:
+        y_RGPV, top_RGP1, total_RGP1 = visit(jnp.zeros((), jnp.int32), sums)
+    else:
+        y_RGPV, top_RGP1, total_RGP1 = lax.fori_loop(0, -(-stop // K), visit, sums)
+    log_RGP1 = jnp.where(total_RGP1 > 0, top_RGP1 + jnp.log(total_RGP1), MASKED)
+    y_RGPV /= jnp.where(total_RGP1 > 0, total_RGP1, 1)
+
+    def by_query(x_RGPV: jax.Array) -> jax.Array:
+        return x_RGPV.reshape(R, G, T, H // G, -1).swapaxes(1, 2).reshape(R, T, H, -1)
+
+    return by_query(y_RGPV), by_query(log_RGP1)[..., 0]
 
 
-def put(kept_BS: jax.Array, new_B: jax.Array, place_B: Int[Array, " B"]) -> jax.Array:
-    """Returns a cache [B, S, ...] with each row's new entry [B, ...] in its place, if there is."""
-    return kept_BS.at[jnp.arange(new_B.shape[0]), place_B].set(new_B, mode="drop")
+def _dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(form, x, y, preferred_element_type=jnp.float32)
+
+
+def put(
+    kept_NGSC: Float[Array, "N G S C"],
+    new_RTGC: Float[Array, "R T G C"],
+    slot_R: Int[Array, " R"],
+    place_RT: Int[Array, "R T"],
+) -> Float[Array, "N G S C"]:
+    """Returns a cache with new entries in the places of their slots, those that there are."""
+    return kept_NGSC.at[slot_R[:, None], :, place_RT].set(new_RTGC, mode="drop")

@@ -1,0 +1,312 @@
+"""Texts that are continued together: a free slot takes the next request.
+
+The host decides call by call which rows run. A prompt enters in pieces, and between two pieces every
+text that has begun grows by a token, so no text waits for another's end. Processes of one program
+that are given the same requests make the same calls.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moejax.errors import RunError
+from moejax.runtime.processes import ALONE, Processes
+from moejax.serve.engine import LIKELIEST, LONG, SHORT, Engine, NewTokens, no_tokens
+from moejax.serve.sampling import NOT_FINITE, Draws, Sampling
+from moejax.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how it is continued.
+
+    Attributes:
+      ids: the prompt's, at least one.
+      tokens: the most that continue it; 0 only scores it.
+      stops: ids that end the text, and are not part of it.
+      number: with the seed decides the draws.
+      likeliest: number of the likeliest tokens whose chances are reported, at most `LIKELIEST`.
+      scored: whether the chances of the prompt's tokens are reported too.
+    """
+
+    ids: Sequence[int]
+    tokens: int
+    sampling: Sampling = Sampling()
+    stops: frozenset[int] = frozenset()
+    number: int = 0
+    likeliest: int = 0
+    scored: bool = False
+
+
+class Token(NamedTuple):
+    """A token of a text, the log of its chance, and the likeliest ones with theirs, in order."""
+
+    id: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+class Event(NamedTuple):
+    """News of a text.
+
+    Attributes:
+      key: as `Batch.submit` returned it.
+      tokens: tokens that continue the text.
+      scored: tokens of the prompt behind its first, if they were asked for.
+      ended: "stop", "length", or "not finite" where the logits are not; None: it goes on.
+    """
+
+    key: int
+    tokens: tuple[Token, ...] = ()
+    scored: tuple[Token, ...] = ()
+    ended: str | None = None
+
+
+@dataclass
+class _Text:
+    """A request under way."""
+
+    key: int
+    request: Request
+    ids: list[int]
+    device: int = 0
+    slot: int = 0
+    cached: int = 0  # ids that are in the cache
+    scored: list[Token] = field(default_factory=list)
+
+    @property
+    def waits(self) -> int:
+        """Ids of the prompt that are not in the cache."""
+        return len(self.request.ids) - self.cached
+
+    @property
+    def grown(self) -> int:
+        return len(self.ids) - len(self.request.ids)
+
+
+class Batch:
+    """The texts of an engine's slots, and the requests that wait for one."""
+
+    def __init__(self, engine: Engine, state: TrainState, processes: Processes = ALONE):
+        """Takes weights as the engine's functions take them; allocates the cache."""
+        self._engine, self._state, self._processes = engine, state, processes
+        self._cache = engine.empty_cache()
+        self._waiting: deque[_Text] = deque()
+        self._texts: dict[int, _Text] = {}  # of the slots
+        self._free = [list(range(engine.slots)) for _ in range(engine.devices)]
+        self._next_key = 0
+
+    @property
+    def running(self) -> int:
+        """Texts that have a slot."""
+        return len(self._texts)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have none yet."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """Adds a request. Returns the key of its events."""
+        assert request.ids, "a prompt has at least one token"
+        assert len(request.ids) + request.tokens <= self._engine.positions + 1, "too long"
+        self._next_key += 1
+        self._waiting.append(_Text(self._next_key, request, list(request.ids)))
+        return self._next_key
+
+    def cancel(self, key: int) -> None:
+        """Frees a text's slot; does nothing if the text has ended."""
+        if key in self._texts:
+            self._release(self._texts[key])
+        else:
+            self._waiting = deque(text for text in self._waiting if text.key != key)
+
+    def step(self) -> list[Event]:
+        """Runs a piece of prompts, if any wait, and a token of each text that has begun."""
+        self._admit()
+        prompts = [text for text in self._texts.values() if text.waits]
+        begun = [text for text in self._texts.values() if not text.waits]
+        events = self._run(*self._pieces(prompts)) if prompts else []
+        if begun:
+            events += self._run(self._rows_of(begun, self._engine.slots), 1)
+        return events
+
+    def _admit(self) -> None:
+        """Gives free slots to requests in their order, on the device that has most."""
+        while self._waiting:
+            device = max(range(len(self._free)), key=lambda d: len(self._free[d]))
+            if not self._free[device]:
+                return
+            text = self._waiting.popleft()
+            text.device, text.slot = device, self._free[device].pop(0)
+            self._texts[text.key] = text
+
+    def _release(self, text: _Text) -> None:
+        del self._texts[text.key]
+        self._free[text.device].append(text.slot)
+        self._free[text.device].sort()
+
+    def _pieces(self, prompts: list[_Text]) -> tuple[list[list[_Text]], int]:
+        """Returns the texts of each device whose prompts go on, and the tokens of a row."""
+        longest = max(text.waits for text in prompts)
+        length = LONG if longest > 2 * SHORT else SHORT
+        return self._rows_of(prompts, self._engine.rows(self._engine.slots, length)), length
+
+    def _rows_of(self, texts: list[_Text], most: int) -> list[list[_Text]]:
+        """Returns the first texts of each device, in the order in which they were taken up."""
+        rows: list[list[_Text]] = [[] for _ in range(self._engine.devices)]
+        for text in texts:
+            if len(rows[text.device]) < most:
+                rows[text.device].append(text)
+        return rows
+
+    def _run(self, texts: list[list[_Text]], length: int) -> list[Event]:
+        """Runs the next tokens of texts. Returns their news."""
+        engine = self._engine
+        rows = engine.rows(max(map(len, texts)), length)
+        every = rows == engine.slots
+        placed = {}
+        for device, own in enumerate(texts):
+            for place, text in enumerate(own):
+                placed[device * rows + (text.slot if every else place)] = text
+        tokens = self._new_tokens(placed, rows, length)
+        scored = any(text.request.scored and text.waits for text in placed.values())
+        arguments = [self._state, engine.place(tokens), self._cache]
+        if scored:
+            next_RT = engine.place(self._next_tokens(placed, tokens))
+            call = engine.score(every)
+            logits, self._cache, scores = self._call(call, *arguments, next_RT)
+            self._keep_scores(placed, tokens, jax.device_get(_here(scores)))
+        else:
+            logits, self._cache = self._call(engine.extend(every), *arguments)
+        for row, text in placed.items():
+            text.cached += int(tokens.count_R[row])
+        return self._draw(placed, logits, rows * engine.devices)
+
+    def _new_tokens(self, placed: dict[int, _Text], rows: int, length: int) -> NewTokens:
+        tokens = no_tokens(self._engine, rows, length)
+        for row, text in placed.items():
+            new = text.ids[text.cached : text.cached + length]
+            tokens.token_RT[row, : len(new)] = new
+            tokens.slot_R[row], tokens.start_R[row] = text.slot, text.cached
+            tokens.count_R[row] = len(new)
+        return tokens
+
+    def _next_tokens(self, placed: dict[int, _Text], tokens: NewTokens) -> np.ndarray:
+        next_RT = np.zeros_like(tokens.token_RT)
+        for row, text in placed.items():
+            behind = text.ids[text.cached + 1 : text.cached + 1 + next_RT.shape[1]]
+            next_RT[row, : len(behind)] = behind
+        return next_RT
+
+    def _keep_scores(self, placed: dict[int, _Text], tokens: NewTokens, scores: Any) -> None:
+        """Appends the scores of prompts' tokens behind those that were run."""
+        for row, text in placed.items():
+            first, last = text.cached + 1, text.cached + int(tokens.count_R[row])
+            if text.request.scored and text.waits:
+                for place, id in enumerate(text.request.ids[first : last + 1]):
+                    found = (x[row, place] for x in scores)
+                    text.scored.append(_token(id, text.request.likeliest, *found))
+
+    def _draw(self, placed: dict[int, _Text], logits: Any, rows: int) -> list[Event]:
+        """Draws the next token of the texts whose prompts are in the cache. Returns their news."""
+        events = []
+        ready = {row: text for row, text in placed.items() if not text.waits}
+        for row, text in list(ready.items()):
+            if not text.request.tokens:
+                del ready[row]
+                events.append(Event(text.key, (), tuple(text.scored), "length"))
+                self._release(text)
+        if not ready:
+            return events
+        rules = [text.request for text in ready.values()]
+        likeliest = LIKELIEST if any(rule.likeliest for rule in rules) else 0
+        draws = self._engine.place(_draws(ready, rows))
+        call = self._engine.draw(_kind(rules), likeliest)
+        drawn = jax.device_get(_here(self._call(call, logits, draws)))
+        for row, text in ready.items():
+            id, *found = (x[row] for x in drawn)
+            events.append(self._grow(text, _token(int(id), text.request.likeliest, *found)))
+        return events
+
+    def _grow(self, text: _Text, token: Token) -> Event:
+        """Appends a token to a text, which may end."""
+        ended, new = None, (token,)
+        if token.id == NOT_FINITE:
+            ended, new = "not finite", ()
+        elif token.id in text.request.stops:
+            ended, new = "stop", ()
+        else:
+            text.ids.append(token.id)
+            ended = "length" if text.grown == text.request.tokens else None
+        scored, text.scored = tuple(text.scored), []
+        if ended is not None:
+            self._release(text)
+        return Event(text.key, new, scored, ended)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """Calls a function; no process waits for another's compiler."""
+        if self._processes.count > 1:
+            function = self._processes.compile(function, *arguments)
+        return function(*arguments)
+
+
+def _here(arrays: Any) -> Any:
+    """Returns this process's copy of arrays that all devices have."""
+    return jax.tree.map(lambda x: x.addressable_data(0), arrays)
+
+
+def _token(id: int, likeliest: int, logprob: Any, ids_N: Any, logprob_N: Any) -> Token:
+    pairs = zip(ids_N[:likeliest].tolist(), logprob_N[:likeliest].tolist(), strict=True)
+    return Token(id, float(logprob), tuple(pairs))
+
+
+def _kind(rules: list[Request]) -> str:
+    """Returns the cheapest draw that serves all rules."""
+    if all(rule.sampling.temperature == 0 for rule in rules):
+        return "greedy"
+    return "filtered" if any(rule.sampling.filters for rule in rules) else "all"
+
+
+def _draws(ready: dict[int, _Text], rows: int) -> Draws:
+    """Returns the rules of rows as arrays."""
+    everything = np.iinfo(np.int32).max
+    draws = Draws(
+        np.zeros(rows, np.float32),
+        np.full(rows, everything, np.int32),
+        np.ones(rows, np.float32),
+        np.zeros(rows, np.float32),
+        np.zeros(rows, np.uint32),
+        np.zeros(rows, np.int32),
+        np.zeros(rows, np.int32),
+    )
+    for row, text in ready.items():
+        rule = text.request.sampling
+        values = rule.temperature, rule.top_k or everything, rule.top_p, rule.min_p, rule.seed
+        for array, value in zip(draws, (*values, text.request.number, len(text.ids)), strict=True):
+            array[row] = value
+    return draws
+
+
+def generate(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
+    """Yields the tokens that continue prompts, each with its prompt's number, as they are found.
+
+    Raises:
+      RunError: if logits are not finite.
+    """
+    numbers = {batch.submit(request): number for number, request in enumerate(requests)}
+    going = len(requests)
+    while going:
+        for key, tokens, _, ended in batch.step():
+            if ended == "not finite":
+                raise RunError(
+                    f"logits are not finite. They continue prompt {numbers[key]}. The checkpoint "
+                    f"is as it was. Take another one: --step."
+                )
+            for token in tokens:
+                yield numbers[key], token
+            going -= ended is not None
