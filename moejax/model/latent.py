@@ -147,10 +147,8 @@ class LatentAttention(nnx.Module):
         w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
         return rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles)
 
-    def _in_context(
-        self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles
-    ) -> jax.Array:
-        """`__call__` where devices share sequences: they exchange latents, and expand those seen."""
+    def _in_context(self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles) -> jax.Array:
+        """`__call__` where devices share sequences: they exchange latents, expand those seen."""
         spec, layout = self.spec, self.spec.layout
         q_BTHC = self._queries(enter_tensor(self._query_source(x_BtD), layout), angles)
         latent_BtZ, rotated_BtR = self._key_value_source(split_positions(x_BtD, layout))

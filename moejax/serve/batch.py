@@ -1,6 +1,6 @@
 """Texts that are continued together: a free slot takes the next request.
 
-The host decides call by call which rows run. A prompt enters in pieces, and between two pieces every
+The host decides call by call which rows run. A prompt enters in pieces. Between two pieces every
 text that has begun grows by a token, so no text waits for another's end. Processes of one program
 that are given the same requests make the same calls.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from moejax.errors import RunError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.engine import LIKELIEST, LONG, SHORT, Engine, NewTokens, no_tokens
-from moejax.serve.sampling import NOT_FINITE, Draws, Sampling
+from moejax.serve.sampling import GREEDY, NOT_FINITE, Draws, Sampling
 from moejax.step.state import TrainState
 
 
@@ -35,7 +35,7 @@ class Request:
 
     ids: Sequence[int]
     tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     stops: frozenset[int] = frozenset()
     number: int = 0
     likeliest: int = 0
@@ -81,7 +81,7 @@ class _Text:
     @property
     def waits(self) -> int:
         """Ids of the prompt that are not in the cache."""
-        return len(self.request.ids) - self.cached
+        return max(0, len(self.request.ids) - self.cached)
 
     @property
     def grown(self) -> int:

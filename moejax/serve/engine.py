@@ -167,15 +167,16 @@ class Engine:
         sharding = NamedSharding(self.train_step.mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    def empty_cache(self) -> cached.Cache:
-        """Returns a cache on the devices."""
+    @cached_property
+    def empty_cache(self) -> Any:
+        """The jitted () -> a cache on the devices."""
         shapes = self._cache_shapes
 
         def zeros() -> cached.Cache:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
         sharding = NamedSharding(self.train_step.mesh, self._cache_spec)
-        return jax.jit(zeros, out_shardings=sharding)()
+        return jax.jit(zeros, out_shardings=sharding)
 
     def bytes_beside_weights(self) -> int:
         """Returns the bytes that a device holds beside the weights.

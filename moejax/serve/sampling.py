@@ -63,6 +63,9 @@ class Sampling:
             )
 
 
+GREEDY = Sampling()
+
+
 class Draws(NamedTuple):
     """The rule of each row's draw, as arrays."""
 

@@ -23,7 +23,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import build_route
 from moejax.layout.spec import StepSpec
-from moejax.model.context import attend, attend_cached
+from moejax.model.context import Rows, attend, attend_cached
 from moejax.plan.trace.reader import collectives
 from tests.cases import few
 
@@ -239,26 +239,28 @@ def test_nobody_differentiates_a_kernel_or_the_sum_of_its_parts(monkeypatch, exc
 
 @pytest.mark.parametrize("sinks", [None, 1.0])
 def test_a_token_attends_to_the_parts_of_a_cache_that_devices_hold(sinks):
-    """Each device has a row's query, and a part of the positions of all rows."""
+    """Each device has a row's query, and a part of the positions of all rows' slots."""
     layout, length, c = shared_by(4, 2), 32, 4
     rng = np.random.default_rng(0)
-    shapes = (c, 4, 8), (c, length, 2, 8), (c, length, 2, 4)
+    shapes = (c, 1, 4, 8), (c, length, 2, 8), (c, length, 2, 4)
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     last = np.array([0, 9, 20, length - 1], np.int32)
     sinks_H = None if sinks is None else jnp.full(4, sinks)
 
     def body(q, k, v, last):
-        k, v = (context.own(x, layout) for x in (k, v))
-        return attend_cached(q, k, v, last, layout, sinks_H=sinks_H, window=None, scale=0.3)
+        k, v = (jnp.swapaxes(context.own(x, layout), 1, 2) for x in (k, v))
+        one = jnp.ones_like(last)
+        row = Rows(0 * last, last, one, 1, every=True)
+        return attend_cached(q, k, v, row, layout, sinks_H=sinks_H, window=None, scale=0.3)
 
     rows = P(layout.context)
     found = on_devices(layout, body, rows, P(), P(), rows, out=rows)(q, k, v, last)
     for row, end in enumerate(last):
         for head in range(4):
-            weight = np.exp(0.3 * k[row, : end + 1, head // 2] @ q[row, head])
+            weight = np.exp(0.3 * k[row, : end + 1, head // 2] @ q[row, 0, head])
             total = weight.sum() + (0 if sinks is None else np.exp(sinks))
             wanted = weight @ v[row, : end + 1, head // 2] / total
-            np.testing.assert_allclose(found[row, head], wanted, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(found[row, 0, head], wanted, rtol=1e-5, atol=1e-6)
 
 
 # Lengths of documents as they come in files of code and prose, in tokens.

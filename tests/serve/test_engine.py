@@ -10,7 +10,7 @@ from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
 from moejax.serve import engine as serve_engine
 from moejax.serve.batch import Batch, Request, generate
-from moejax.serve.engine import SHORT, no_tokens
+from moejax.serve.engine import LONG, SHORT, no_tokens
 from tests.cases import CERTAIN, small_config, step_for
 from tests.hf.golden import cases_of, loaded
 from tests.serve.models import engine_for, on_mesh, random_state, weights_of
@@ -40,6 +40,13 @@ MANY = {
 @pytest.fixture(autouse=True, scope="module")
 def annotations(unchecked_annotations):
     """Leaves annotations unchecked; the other files of this folder check them."""
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Pieces of at most 8 tokens, so that layers with a window start anew in their cache."""
+    monkeypatch.setattr(serve_engine, "SHORT", 8)
+    monkeypatch.setattr(serve_engine, "LONG", 8)
 
 
 def whole_logits(cfg, state, token_BT):
@@ -80,6 +87,7 @@ def cached_logits(cfg, state, token_BT, pieces):
     [pytest.param(*case, id=name) for name, case in CASES.items()]
     + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, case in MANY.items()],
 )
+@pytest.mark.usefixtures("short_pieces")
 def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
     check_cached(small_config(mesh, activations=activations, model=model, moe=CERTAIN))
 
@@ -93,6 +101,7 @@ def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
         pytest.param((1, 1, 4, 1), "sequence", GROUPED, 4, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.usefixtures("short_pieces")
 def test_devices_share_a_cache(monkeypatch, mesh, activations, model, context):
     """Two positions a stripe, so that prompts and what follows lie on all of them."""
     monkeypatch.setattr(serve_engine, "STRIPE", 2)
@@ -108,6 +117,7 @@ def test_devices_share_a_cache(monkeypatch, mesh, activations, model, context):
     ],
     ids=["grouped", "latent, by group"],
 )
+@pytest.mark.usefixtures("short_pieces")
 def test_adapters_stay_beside_their_weights(mesh, model, targets):
     cfg = small_config(mesh, model=model, moe=CERTAIN)
     check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=targets)))
@@ -133,10 +143,10 @@ def test_bytes_of_a_cache_are_those_of_one_device(model, numbers):
 
 
 def test_a_layer_with_a_window_keeps_what_a_piece_sees():
-    """Three positions of 128: a piece of 64 tokens sees two before its first."""
-    engine = engine_for(small_config(model=WINDOW), 2, 128)
+    """A query sees three positions, itself included: those of a piece, and two before it."""
+    engine = engine_for(small_config(model=WINDOW), 2, 512)
     rooms = {x.shape[2] for x in jax.tree.leaves(engine.empty_cache())}
-    assert rooms == {2 + SHORT, 128}
+    assert rooms == {2 + LONG, 512}
 
 
 def test_logits_of_all_positions_are_those_of_the_forward_pass_with_adapters_too():
@@ -163,7 +173,10 @@ def test_logits_in_bfloat16_are_summed_in_float32():
     engine = engine_for(cfg, 8, 2)
     state, cache, whole = engine.train_step.abstract, engine.empty_cache(), step_for(cfg)
     programs = [
-        *(engine.extend(True).trace(state, no_tokens(engine, 8, length), cache) for length in (1, 4)),
+        *(
+            engine.extend(True).trace(state, no_tokens(engine, 8, length), cache)
+            for length in (1, 4)
+        ),
         whole.next_logits.trace(whole.abstract, whole.abstract_prompt()),
     ]
     for program in programs:

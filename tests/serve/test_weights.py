@@ -26,7 +26,7 @@ def by_name(tree):
 def test_layers_are_apart_and_frozen_matrices_in_the_dtype_of_their_products(targets):
     cfg = small_config(model=LAYERS, moe=CERTAIN)
     cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=targets))
-    engine = engine_for(cfg, [[1]], 1)
+    engine = engine_for(cfg, 1, 2)
     drawn = random_state(cfg)
     abstract = engine.stored.abstract
     whole = on_mesh(drawn, engine.stored)
@@ -55,10 +55,10 @@ def test_layers_are_apart_and_frozen_matrices_in_the_dtype_of_their_products(tar
 def test_targets_name_each_layer_of_a_group():
     lora = LoraConfig(rank=2, targets=("groups.1.*.w_q", "embedding.*"))
     cfg = dataclasses.replace(small_config(model=LAYERS, moe=CERTAIN), lora=lora)
-    assert set(targets_apart(engine_for(cfg, [[1]], 1).stored)) == {
+    assert set(targets_apart(engine_for(cfg, 1, 2).stored)) == {
         "embedding.table",
         "groups.1.blocks.0.attention.w_q",
         "groups.2.blocks.0.attention.w_q",
     }
     whole = dataclasses.replace(cfg, lora=LoraConfig())
-    assert targets_apart(engine_for(whole, [[1]], 1).stored) is None
+    assert targets_apart(engine_for(whole, 1, 2).stored) is None

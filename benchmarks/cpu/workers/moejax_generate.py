@@ -17,9 +17,8 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import ALONE
 from moejax.runtime.start import platform_of, start
+from moejax.serve.batch import Batch, Request, generate
 from moejax.serve.engine import Engine, build_engine
-from moejax.serve.generate import generate
-from moejax.serve.sampling import Sampling
 
 
 class MoejaxSide:
@@ -37,7 +36,8 @@ class MoejaxSide:
         self.tokens = request["tokens"]
         self.engines = {rows: self._engine(rows) for rows in request["rows"]}
         engine = next(iter(self.engines.values()))
-        self.state = engine.take(read_weights(chosen, engine.stored))
+        state = engine.take(read_weights(chosen, engine.stored))
+        self.batches = {rows: Batch(engine, state) for rows, engine in self.engines.items()}
         self.facts = _facts(self.engines[request["rows"][0]])
 
     def generate(
@@ -45,11 +45,11 @@ class MoejaxSide:
     ) -> list[list[int]]:
         """Continues prompts."""
         found: list[list[int]] = [[] for _ in prompts]
-        engine = self.engines[len(prompts)]
-        for token in generate(engine, self.state, prompts, tokens=tokens, stops=frozenset()):
+        batch = self.batches[len(prompts)]
+        for number, token in generate(batch, [Request(ids, tokens) for ids in prompts]):
             if not any(found):
                 first()
-            found[token.prompt].append(token.id)
+            found[number].append(token.id)
         return found
 
     def set_experts(self, name: str) -> None:
@@ -61,10 +61,8 @@ class MoejaxSide:
             self.cfg,
             self.mesh,
             self.platform,
-            longest=self.longest,
-            prompts=rows,
-            tokens=self.tokens,
-            sampling=Sampling(),
+            slots=rows,
+            positions=self.longest + self.tokens,
             allowed=self.cfg.model.vocab_size,
         )
 
@@ -82,7 +80,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
         "settings": {
             "experts": spec.experts,
             "dtype": engine.train_step.cfg.model.dtype,
-            "cache_positions": engine.capacity,
+            "cache_positions": engine.positions,
             "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
         },
     }
