@@ -164,6 +164,7 @@ def needs(rows_DE: np.ndarray, train_step: TrainStep) -> dict[str, float]:
     rounds = -(-over_DE.max() // small)
     by_host = rows_DE.reshape(HOSTS, DEVICES, HOSTS, DEVICES).sum(axis=(1, 3))
     capacity = expert_capacity(from_dict({**MODEL, **BUCKETS[CAPACITY]}).moe, tokens=tokens)
+    assert capacity is not None
     outside = DEVICES * (devices - DEVICES)  # pairs of a host's device and one elsewhere
     base = PASSES * outside * capacity
     usual = PASSES * outside * bucket
