@@ -3,8 +3,9 @@
 Dropless steps and layers beside those with a capacity of 1.25, which drop such rows: on four
 emulated hosts of two devices, 200 Mbit/s, experts over all, with one micro-batch and two, and
 buckets of several sizes; one layer whose buckets hold all rows beside the same layer with buckets
-one row smaller; and the first run of a new user, `make train`, from step 40 on. All in turns. Needs
-root, ip and tc, but for `--only train`.
+one row smaller; and the first run of a new user, `make train`, from step 40 on. All in turns. Then
+what the rows of a step need at least, by their counts. Needs root, ip and tc, but for
+`--only "make train"` and `--only bound`.
 
     python -m benchmarks.emulated.overflow --out benchmarks/results
 
@@ -19,13 +20,21 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks.emulated.exchange import LAYER, Case, Variants, run
 from benchmarks.machine import RESULTS, ROOT, stamp
+from moejax.config.load import from_dict
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.moe.dispatch import ROUND_SHARE
+from moejax.moe.sizes import expert_capacity, usual_sizes
+from moejax.step.state import Batch
+from moejax.step.train_step import TrainStep, build_step
 
 HOSTS, DEVICES, RATE = 4, 2, 200
 CAPACITY = "capacity 1.25"
@@ -52,6 +61,8 @@ MODEL: dict[str, Any] = {
 }
 BARS = {1: 1.15, 2: 1.3, "one row": 1.25, "train": 1.2}
 FROM, STEPS, RUNS = 40, 120, 5  # of `make train`
+# Exchanges of a layer and step: rows and results, in both passes. Backward repeats a round's.
+PASSES, PASSES_OF_ROUND = 4, 6
 
 
 def steps(micro_batches: int) -> Case:
@@ -103,6 +114,105 @@ def speed(folder: Path, capacity: bool) -> float:
     return (max(times) - FROM) * 16 * 128 / (times[max(times)] - times[FROM])
 
 
+def bound() -> dict[str, Any]:
+    """What the rows of the second step need, which is the timed one, for each expert layer."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", HOSTS * DEVICES)
+    cfg = from_dict({**MODEL, "mesh.nodes": 1, "train.micro_batches": 1, "plan.mode": "hand"})
+    train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
+    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (16, 64), np.int32)
+    return {
+        f"layer {layer + 1}": needs(counts, train_step)
+        for layer, counts in enumerate(rows_by_device(train_step, tokens))
+    }
+
+
+def rows_by_device(train_step: TrainStep, token_BT: np.ndarray) -> np.ndarray:
+    """Rows [L, devices, E] from each device to each expert in the second step.
+
+    A device's rows depend on its own sequences alone, so each device's are counted in a step in
+    which all devices have them.
+    """
+
+    def step(token_BT: np.ndarray, state: Any) -> tuple[Any, Any]:
+        arrays = token_BT, np.roll(token_BT, -1, axis=1), np.zeros_like(token_BT)
+        return train_step.step(
+            state, Batch(*(jax.device_put(x, train_step.batch_sharding) for x in arrays))
+        )
+
+    loads = []
+    for own in np.split(token_BT, HOSTS * DEVICES):
+        state, _ = step(token_BT, train_step.init())
+        _, metrics = step(np.tile(own, (HOSTS * DEVICES, 1)), state)
+        loads.append(np.asarray(metrics.load_LE) // (HOSTS * DEVICES))
+    return np.stack(loads, axis=1)
+
+
+def needs(rows_DE: np.ndarray, train_step: TrainStep) -> dict[str, float]:
+    """Compares what crosses the busiest host's link, as parts of what capacity's buckets send.
+
+    Args:
+      rows_DE: rows from each device to each expert; a device owns one expert.
+    """
+    cfg, devices = train_step.cfg, HOSTS * DEVICES
+    tokens = rows_DE[0].sum() // cfg.moe.experts_per_token
+    settings = train_step.spec.route, train_step.layout, cfg.moe
+    bucket, small = (
+        usual_sizes(*settings, tokens=n).rows[0] for n in (tokens, -(-tokens // ROUND_SHARE))
+    )
+    over_DE = np.maximum(rows_DE - bucket, 0)
+    rounds = -(-over_DE.max() // small)
+    by_host = rows_DE.reshape(HOSTS, DEVICES, HOSTS, DEVICES).sum(axis=(1, 3))
+    capacity = expert_capacity(from_dict({**MODEL, **BUCKETS[CAPACITY]}).moe, tokens=tokens)
+    assert capacity is not None
+    outside = DEVICES * (devices - DEVICES)  # pairs of a host's device and one elsewhere
+    base = PASSES * outside * capacity
+    usual = PASSES * outside * bucket
+    # Every device pads to the fullest sender; a ring over all devices passes a host once.
+    gathered = PASSES_OF_ROUND * (devices - 1) * over_DE.sum(axis=1).max()
+    return {
+        "busiest": float(by_host.sum(axis=0).max() / by_host.sum(axis=0).mean()),
+        "over": int(over_DE.sum()),
+        "rounds": int(rounds),
+        "filled": float(over_DE.sum() / max(1, rounds * devices**2 * small)),
+        "least": float(PASSES * (by_host - np.diag(np.diag(by_host))).sum(axis=0).max() / base),
+        "sent": float((usual + PASSES_OF_ROUND * outside * small * rounds) / base),
+        "gathered": float((usual + gathered) / base),
+        "capacity_bytes": int(base * cfg.model.width * 4),
+    }
+
+
+def bound_section(one: dict[str, Any]) -> list[str]:
+    """The bound as Markdown."""
+    found = one["found"]
+    both = {key: mean(row[key] for row in found.values()) for key in ("least", "sent", "gathered")}
+    size = next(iter(found.values()))["capacity_bytes"]
+    return [
+        "## Bound",
+        "",
+        "Where the rows of a step above go, with one micro-batch, and what crosses the busiest "
+        "host's link, in parts of what buckets of capacity 1.25 send there, "
+        f"{size / 1e6:.2f} MB a layer. Least: its rows and nothing else. Sent: buckets and rounds. "
+        "Gathered: rows that overflow go to every device in place of rounds, and results return "
+        "as a reduce-scatter; computed, not built.",
+        "",
+        "| | busiest host / mean | rows over | rounds | places filled | least | sent | gathered |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *(
+            f"| {name} | {row['busiest']:.2f} | {row['over']} | {row['rounds']} "
+            f"| {row['filled']:.0%} | {row['least']:.2f} | {row['sent']:.2f} "
+            f"| {row['gathered']:.2f} |"
+            for name, row in found.items()
+        ),
+        "",
+        f"Why bars are missed: no order of sends moves less than {both['least']:.2f} of capacity's "
+        "rows, which drops what is over, so bars leave little for padding; and the fullest "
+        "of 64 pairs sets the rounds of all, most of whose places are empty: "
+        f"{both['sent']:.2f} x. Gathered it would be {both['gathered']:.2f} x.",
+        "",
+    ]
+
+
 def page(record: dict[str, Any]) -> str:
     """The results as Markdown."""
     lines = ["# Rows that no bucket holds", "", *(__doc__ or "").strip().splitlines(), ""]
@@ -113,6 +223,9 @@ def page(record: dict[str, Any]) -> str:
         "make train": BARS["train"],
     }
     for name, one in record["results"].items():
+        if name == "bound":
+            lines += bound_section(one)
+            continue
         found, machine = one["found"], one["machine"]
         base = median(next(iter(found.values()))["seconds"])
         lines += [
@@ -152,7 +265,7 @@ def main() -> None:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         case.name: (lambda case=case: emulated(case)) for case in cases
     }
-    parts["make train"] = train
+    parts |= {"make train": train, "bound": bound}
     for name, measure in parts.items():
         if name in record["results"] or not name.startswith(args.only):
             continue

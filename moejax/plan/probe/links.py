@@ -24,6 +24,7 @@ from moejax.plan.probe.timer import (
     Stopwatch,
     build_probe_mesh,
     loop,
+    meet,
     unrolled,
 )
 from moejax.runtime.processes import Processes
@@ -287,7 +288,7 @@ def _transfer(
 
 def _time_pairs(runs: dict[tuple[int, int], Any], processes: Processes) -> dict:
     """Times one transfer of each pair, less an empty run; the slower of the two nodes counts."""
-    processes.gather("ready")
+    meet(processes)
     measured = []
     for pair, run in runs.items():
         marks = [time.perf_counter()]

@@ -29,6 +29,7 @@ SHORT_S, SHARED_S = 0.04, 0.3
 LONG_S = 0.06
 BUSY_S = 0.25  # approximate time of a run whose CPU seconds are counted
 ROUNDS = 7  # timings of each operation
+SETTLE_S = 0.01  # until every process knows that all are ready
 
 
 class Stopwatch:
@@ -105,10 +106,21 @@ class Stopwatch:
         return run
 
     def _time(self, run: Callable, times: int) -> float:
-        self.processes.gather("ready")
+        meet(self.processes)
         began = time.perf_counter()
         jax.block_until_ready(run(times))
         return max(self.processes.gather(time.perf_counter() - began))
+
+
+def meet(processes: Processes) -> None:
+    """Waits until all processes are here, and then until all know it.
+
+    That word may travel on the link to be measured. Without the pause, the first process to know
+    sends its data ahead of the word to the others, which then start a whole collective late.
+    """
+    if processes.count > 1:
+        processes.gather("ready")
+        time.sleep(SETTLE_S)
 
 
 def build_probe_mesh(devices: Any, more: Sequence[str] = ()) -> Mesh:

@@ -358,3 +358,34 @@ def test_a_calls_seconds_are_those_of_the_loop_less_an_empty_one(monkeypatch, ca
     assert seconds == pytest.approx(call, rel=1e-6)
     # As long as the empty loop twice over, and as was aimed for, if so many turns are allowed.
     assert max(times) * call >= min(max(2 * empty, 0.02), 4096 * call)
+
+
+@pytest.mark.parametrize("word_s", [0.001, 0.008])
+def test_a_collective_does_not_hold_up_the_word_to_start(monkeypatch, word_s):
+    """Process 0 has the word at once, the other by the link on which process 0 sends 50 ms.
+
+    Sent ahead of the data, the word is there when both start: 50 ms. Behind them: 100 ms.
+    """
+
+    class TwoProcesses:
+        count = 2
+
+        def __init__(self):
+            self.now, self.word_leaves = 0.0, 0.0
+
+        def gather(self, value):
+            self.word_leaves = self.now + word_s
+            return [value, value]
+
+        def sleep(self, seconds):
+            self.now += seconds
+
+        def run(self, times):
+            other_starts = self.word_leaves + (0.05 if self.now < self.word_leaves else 0.0)
+            self.now = max(self.now, other_starts) + 0.05
+
+    processes = TwoProcesses()
+    monkeypatch.setattr("moejax.plan.probe.timer.time.sleep", processes.sleep)
+    monkeypatch.setattr("moejax.plan.probe.timer.time.perf_counter", lambda: processes.now)
+    watch = Stopwatch(processes, [jax.devices()[:1]])
+    assert watch._time(processes.run, 1) == pytest.approx(0.05)
