@@ -100,9 +100,9 @@ class Attention(nnx.Module):
         q_RTHC, k_RTGC, v_RTGC = (
             x[0].reshape(-1, T, *x.shape[2:]) for x in self._project(x_1tD, angles)
         )
-        cache = context.put_own(cache, (k_RTGC, v_RTGC), rows, layout)
-        y_RTHC = context.attend_cached(q_RTHC, *cache, rows, layout, **self._form())
-        return self._leave(y_RTHC.reshape(1, -1, *y_RTHC.shape[2:])), cache
+        k_NGSC, v_NGSC = context.put_own(cache, (k_RTGC, v_RTGC), rows, layout)
+        y_RTHC = context.attend_cached(q_RTHC, k_NGSC, v_NGSC, rows, layout, **self._form())
+        return self._leave(y_RTHC.reshape(1, -1, *y_RTHC.shape[2:])), (k_NGSC, v_NGSC)
 
     def _project(self, x_BtD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of this rank's heads at all positions, rotated."""

@@ -128,8 +128,11 @@ class Rows(NamedTuple):
         if not layout.context:
             return self
         before = wire.index(layout.context) * (slots // layout.size(layout.context))
-        arrays = self.slot_R + before, self.start_R, self.count_R
-        return Rows(*(context.gather_rows(x, layout) for x in arrays), *self[3:])
+        slot_R, start_R, count_R = (
+            context.gather_rows(x, layout)
+            for x in (self.slot_R + before, self.start_R, self.count_R)
+        )
+        return Rows(slot_R, start_R, count_R, self.length, self.every)
 
 
 def put_own(
