@@ -21,7 +21,7 @@ def config(route: str) -> Config:
     [
         {},
         pytest.param({"context": 4}, marks=pytest.mark.slow),
-        pytest.param({"context": 4, "context_exchange": "ring"}, marks=pytest.mark.slow),
+        {"context": 4, "context_exchange": "ring"},
     ],
 )
 def test_attention_to_documents_is_priced_by_the_pairs_inside_them(shared):
