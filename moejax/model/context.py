@@ -18,7 +18,7 @@ from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.kernels.attention.ranged import (
     Extent,
     Keys,
-    Merged,
+    PartialAttention,
     join_sinks,
     ranged_attention,
     ranges,
@@ -141,4 +141,4 @@ def attend_cached(
             y_BHV *= (weight_BH / total_BH)[..., None]
             y_BHV = wire.reduce_scatter(y_BHV, layout.context, dim=0, tag=None)
         log_BH = context.own_rows(top_BH + jnp.log(total_BH), layout)
-    return join_sinks(Merged(y_BHV, log_BH), sinks_H)[0].astype(v_BSGV.dtype)
+    return join_sinks(PartialAttention(y_BHV, log_BH), sinks_H)[0].astype(v_BSGV.dtype)

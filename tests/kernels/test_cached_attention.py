@@ -6,7 +6,7 @@ import pytest
 
 from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.cached_attention import cached_attention, put
-from moejax.kernels.attention.ranged import Merged, join_sinks
+from moejax.kernels.attention.ranged import PartialAttention, join_sinks
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_a_query_attends_as_in_the_whole_sequence(window, sinks, heads, groups):
     position_B = jnp.array([0, 8, 4], jnp.int32)
     rows = jnp.arange(B)
     found = cached_attention(q[rows, position_B], k, v, position_B, jnp.arange(S), **form)
-    found = join_sinks(Merged(*found), sinks_H).y_BTHV
+    found = join_sinks(PartialAttention(*found), sinks_H).y_BTHV
     np.testing.assert_allclose(found, whole[rows, position_B], rtol=1e-5, atol=1e-6)
 
 
