@@ -130,6 +130,7 @@ SLOW: tuple[str, ...] = (
 )
 # Of these, what takes little time and what no other test sees.
 QUICK = (
+    "benchmarks/test_sent.py",
     "serve/test_engine.py::test_no_row_loses_tokens_to_a_training_capacity",
     "serve/test_sampling.py",
     "step/test_adapters.py::test_no_two_adapters_start_alike",
