@@ -151,6 +151,17 @@ def _first_state(cfg: Config):
     return jax.tree.map(np.asarray, step_for(cfg).init())
 
 
+def drawn_state(train_step: TrainStep, seed: int = 0):
+    """A state of any numbers at step 0, for tests of where they go: nothing is compiled."""
+    rng = np.random.default_rng(seed)
+
+    def draw(a):
+        drawn = rng.standard_normal(a.shape) if a.shape else np.zeros(())
+        return jax.device_put(drawn.astype(a.dtype), a.sharding)
+
+    return jax.tree.map(draw, train_step.abstract)
+
+
 def spread(state, train_step: TrainStep):
     """Puts a state onto the trainer's mesh."""
     return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, train_step.abstract)

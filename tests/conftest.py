@@ -88,12 +88,17 @@ def pytest_configure(config):
 # wait for the last one.
 LONGEST = (
     "step/test_step_together",
+    "step/test_stages",
     "hf/test_parity",
     "train/test_compressed",
     "integration/test_several_processes",
     "moe/test_dispatch",
     "plan/probe/test_probe",
     "step/test_step",
+    "step/test_context",
+    "model/test_context",
+    "train/test_rollback",
+    "plan/trace/test_reader",
     "plan/search/test_search",
     "integration/test_train_command",
     "integration/test_planned_run",
@@ -135,6 +140,15 @@ QUICK = (
     "serve/test_sampling.py",
     "step/test_adapters.py::test_no_two_adapters_start_alike",
 )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Does not import files whose tests are all slow, where slow tests are left out."""
+    path = Path(os.path.relpath(collection_path, TESTS)).as_posix()
+    left_out = "not slow" in config.option.markexpr and path.endswith(".py")
+    if left_out and path.startswith(SLOW) and not any(path in name for name in QUICK):
+        return True
+    return None  # as others say
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what its marks say

@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,7 +18,7 @@ from moejax.checkpoint.arrays import (
 from moejax.checkpoint.writer import Checkpoints
 from moejax.errors import RunError
 from moejax.step.state import flat
-from tests.cases import small_config, step_for
+from tests.cases import drawn_state, small_config, step_for
 
 ONE, MIXED = (1, 1, 1, 1), (1, 2, 2, 2)
 ALL = slice(None)
@@ -31,10 +30,8 @@ def weights_of(state):
 
 def state_on(mesh, dtype="float32"):
     """A state whose selection biases are not zero."""
-    state = step_for(small_config(mesh, router={"bias_update_rate": 0.01})).init()
-    bias = jax.tree.map(lambda x: x + jnp.arange(x.shape[-1]), state.router_bias)
-    params = jax.tree.map(lambda x: x.astype(dtype), state.params)
-    return state._replace(params=params, router_bias=bias)
+    state = drawn_state(step_for(small_config(mesh, router={"bias_update_rate": 0.01})))
+    return state._replace(params=jax.tree.map(lambda x: x.astype(dtype), state.params))
 
 
 def save_as_before(folder, state, **options):

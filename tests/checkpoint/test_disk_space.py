@@ -19,7 +19,7 @@ from moejax.checkpoint.manifest import MANIFEST, finished_steps
 from moejax.checkpoint.writer import Checkpoints
 from moejax.errors import FULL, READ_ONLY, InputError, NotWritableError, StorageFullError
 from moejax.runtime.processes import ALONE
-from tests.cases import small_config, step_for
+from tests.cases import drawn_state, small_config, step_for
 from tests.threads import everywhere
 
 KIBIBYTES = 1024
@@ -27,7 +27,7 @@ KIBIBYTES = 1024
 
 @functools.cache
 def state():
-    return step_for(small_config()).init()
+    return drawn_state(step_for(small_config()))
 
 
 @pytest.fixture

@@ -9,19 +9,14 @@ import pytest
 import moejax
 from moejax.checkpoint.writer import Checkpoints
 from moejax.errors import InputError
-from moejax.layout.layout import build_layout
-from moejax.layout.mesh import build_mesh
-from moejax.step.train_step import build_step
-from tests.cases import small_config
+from tests.cases import drawn_state, small_config, step_for
 from tests.checkpoint.test_writer import flip_a_bit
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint of two steps, its directory and its state."""
-    cfg = small_config((1, 1, 2, 1))
-    mesh = build_mesh(build_layout(cfg.mesh), jax.devices()[:2])
-    state = build_step(cfg, mesh, "cpu").init()
+    state = drawn_state(step_for(small_config((1, 1, 2, 1))))
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     checkpoints = Checkpoints(directory, keep=2)
     for step in (1, 2):

@@ -64,7 +64,7 @@ def apart(tmp_path_factory):
     return directory, (directory / str(NEWEST) / MANIFEST).read_bytes()
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 2**20))
 @example(place=0)
 def test_a_bit_flipped_anywhere_in_the_manifest_is_seen(apart, place):

@@ -24,7 +24,7 @@ from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from moejax.step.state import TrainState
 from moejax.train.start import choose_checkpoint, open_copies
-from tests.cases import small_config, step_for
+from tests.cases import drawn_state, small_config, step_for
 from tests.checkpoint.test_manifest import write_step
 from tests.threads import everywhere
 from tests.train.test_start import NO_DATA
@@ -200,7 +200,7 @@ def run(tmp_path):
         copied=lambda steps, error: told.append((steps, error)),
     )
     for step in (1, 2):
-        writer.save(step, train_step.init(), {"config": to_dict(cfg)})
+        writer.save(step, drawn_state(train_step), {"config": to_dict(cfg)})
     writer.close()
     assert sorted(step for steps, _ in told for step in steps) == [1, 2]
     return cfg, tmp_path / "run" / "checkpoints"

@@ -28,7 +28,7 @@ from moejax.checkpoint.writer import Checkpoints, arrays_of
 from moejax.config.load import to_dict
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
-from tests.cases import one_device_state, small_config, spread, step_for
+from tests.cases import drawn_state, small_config, step_for
 from tests.threads import everywhere
 
 W_IN, W_OUT = (f"params.groups.0.blocks.0.moe.{name}" for name in ("w_in", "w_out"))
@@ -55,9 +55,8 @@ def directory(written, tmp_path):
 
 
 def case(mesh):
-    cfg = small_config(mesh, model={"num_layers": 2})
-    train_step = step_for(cfg)
-    return train_step, spread(one_device_state(cfg), train_step)
+    train_step = step_for(small_config(mesh, model={"num_layers": 2}))
+    return train_step, drawn_state(train_step)
 
 
 def rewrite(step, change, *keys, item="weights"):

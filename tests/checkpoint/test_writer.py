@@ -22,7 +22,7 @@ from moejax.checkpoint.writer import Checkpoints, restore_items, restore_state
 from moejax.comm.weights.compressed import ReduceState
 from moejax.errors import InputError, RunError
 from moejax.step.state import TrainState
-from tests.cases import place, random_batch, small_config, step_for
+from tests.cases import drawn_state, small_config, step_for
 from tests.threads import everywhere
 
 MESHES = [(1, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2), (1, 2, 2, 2), (8, 1, 1, 1)]
@@ -30,18 +30,11 @@ MESHES = [(1, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2), (1, 2, 2, 2), (8, 1, 1, 1)]
 
 @functools.cache
 def case(mesh=(1, 1, 1, 1), name="adamw"):
-    """A trainer and, on the first mesh, a state whose every array was changed by steps."""
+    """A trainer and, on the first mesh, a state."""
     train_step = step_for(
         small_config(mesh, optimizer={"name": name}, router={"bias_update_rate": 0.01})
     )
-    if mesh != (1, 1, 1, 1):
-        return train_step, None
-    state = train_step.init()
-    for step in range(2):
-        state, _ = train_step.step(
-            state, place(train_step, random_batch(train_step.cfg, seed=step))
-        )
-    return train_step, state
+    return train_step, drawn_state(train_step) if mesh == (1, 1, 1, 1) else None
 
 
 @pytest.fixture(scope="module")

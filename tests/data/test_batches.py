@@ -62,7 +62,7 @@ def test_rows_on_any_split_of_processes_equal_the_whole_batch(T, B, extra, step,
 
 
 @given(steps=st.integers(1, 6), B=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25)
+@settings(max_examples=8)
 def test_every_epoch_visits_every_sequence_once(steps, B, seed):
     found = _batches(_count_up(steps * B * 3 + 1), T=3, B=B, seed=seed)
     for epoch in range(3):
@@ -84,7 +84,7 @@ def test_order_differs_between_epochs_and_seeds():
 
 
 @given(step=st.integers(0, 9), seed=st.integers(0, 99))
-@settings(max_examples=15)
+@settings(max_examples=6)
 def test_a_run_resumed_at_any_step_sees_what_a_straight_run_sees(step, seed):
     source = _count_up(7 * 4 + 1)  # an epoch ends inside a batch
     straight = _order(_batches(source, seed=seed), range(10))

@@ -12,7 +12,7 @@ from moejax.checkpoint.restore import restore_state
 from moejax.checkpoint.writer import Checkpoints
 from moejax.errors import InputError
 from moejax.step.state import TrainState
-from tests.cases import small_config, step_for
+from tests.cases import drawn_state, small_config, step_for
 from tests.faults.damage import damage, files_of, spoil
 
 TRIALS = 200
@@ -22,7 +22,7 @@ TRIALS = 200
 def saved(tmp_path_factory):
     """A checkpoint of a small state, and the state."""
     step = step_for(small_config((1, 1, 1, 1)))
-    state = step.init()
+    state = drawn_state(step)
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     checkpoints = Checkpoints(directory, keep=2)
     checkpoints.save(1, state._replace(step=state.step + 1), {"config": {}, "mesh": {}})

@@ -80,9 +80,8 @@ WHOLE = {"keys": (LENGTH,), "run_of": LENGTH}
     [
         pytest.param(WHOLE, marks=pytest.mark.slow),
         WHOLE | {"heads": (4, 1), "window": 130, "sinks": True},
-        {"heads": (4, 2), "widths": (24, 16)},
         pytest.param({"window": 5}, marks=pytest.mark.slow),
-        {"run_of": 128, "window": 100},
+        {"heads": (4, 2), "widths": (24, 16), "run_of": 128, "window": 100},
         pytest.param({"run_of": 50, "sinks": True}, marks=pytest.mark.slow),
         pytest.param({"keys": (70, 300), "run_of": 45, "window": 90}, marks=pytest.mark.slow),
     ],

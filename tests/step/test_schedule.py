@@ -132,6 +132,7 @@ def test_nothing_runs_before_its_input(schedule):
                 assert at["forward", *task] < loss <= at["backward", *task]
 
 
+@hypothesis.settings(max_examples=50)
 @hypothesis.given(schedules())
 def test_no_slot_is_overwritten_before_it_is_read(schedule):
     at, P = ticks(schedule), schedule.stages

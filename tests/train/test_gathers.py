@@ -1,6 +1,7 @@
 """Whether a dry run says that a step waits for its weights."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -13,16 +14,23 @@ from tests.cases import small_config
 from tests.plan.clusters import cluster
 
 
-def note(topology=None, **settings):
-    """Returns the note about the small model on two nodes of four that share its weights."""
-    values = {"mesh.nodes": 2, "mesh.fsdp": 8, "model.vocab_size": 264} | settings
-    cfg = change(small_config(train={"batch_sequences": 32}), values)
+@functools.cache
+def summarized(**settings):
+    """The small model on two nodes of four that share its weights."""
+    values = {"mesh.nodes": 2, "mesh.fsdp": 8, "model.vocab_size": 264}
+    settings = {name.replace("__", "."): value for name, value in settings.items()}
+    cfg = change(small_config(train={"batch_sequences": 32}), values | settings)
     step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
-    return gather_note(step, summarize(step), topology)
+    return step, summarize(step)
+
+
+def note(topology=None, **settings):
+    """Returns the note about it; a setting has `__` for its dot."""
+    return gather_note(*summarized(**settings), topology)
 
 
 def test_gathers_that_take_longer_than_products_are_told():
-    text = note(**{"train.micro_batches": 4})
+    text = note(train__micro_batches=4)
     assert text is not None
     assert text.startswith("the step is bound by its gathers: ")
     assert "400 TFLOP/s and 50 GB/s" in text
@@ -33,13 +41,13 @@ def test_gathers_that_take_longer_than_products_are_told():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mesh.nodes": 1},
+        {"mesh__nodes": 1},
         # Copies on both nodes, shards inside.
-        {"mesh.replica": 2, "mesh.fsdp": 4},
+        {"mesh__replica": 2, "mesh__fsdp": 4},
     ],
 )
 def test_gathers_inside_a_node_are_no_reason(settings):
-    assert note(**{"train.micro_batches": 4, **settings}) is None
+    assert note(train__micro_batches=4, **settings) is None
 
 
 def test_the_links_of_a_named_cluster_count():

@@ -13,7 +13,7 @@ from moejax.config.checks import resolve_mesh
 from moejax.errors import ReplicasError
 from moejax.runtime.processes import ALONE
 from moejax.train.faults.replicas import check_replicas, copied, differing_copies
-from tests.cases import small_config, step_for
+from tests.cases import drawn_state, small_config, step_for
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("r", "t"))
 
@@ -65,7 +65,7 @@ def test_of_two_copies_that_differ_both_are_named():
 def test_a_state_of_a_run_agrees_until_a_bit_flips():
     cfg = small_config((2, 1, 2, 2))
     step = step_for(resolve_mesh(cfg, 8, "cpu"))
-    arrays = arrays_of(step.init())
+    arrays = arrays_of(drawn_state(step))
     check_replicas(arrays, 3, ALONE)
     key = next(key for key, x in arrays.items() if copied(x) and x.ndim > 1)
     with pytest.raises(ReplicasError, match=r"After step 3: .*device 5 \(process 0\)"):

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.train.faults.spikes import LEAST, STEPS, WINDOW, Spike, Spikes
@@ -34,6 +34,7 @@ def test_a_shift_of_the_level_is_found_at_its_third_step_whatever_the_unit(
     assert spike.median == pytest.approx(3 * scale, rel=0.02)
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 99), st.sampled_from(["normal", "uniform", "laplace"]), SCALES)
 def test_noise_is_no_spike(seed, kind, scale):
     rng = np.random.default_rng(seed)

@@ -42,7 +42,7 @@ from moejax.train.start import (
     finished_message,
 )
 from tests.annotations import without_annotations
-from tests.cases import on_nodes, small_config, step_for
+from tests.cases import drawn_state, on_nodes, small_config, step_for
 from tests.threads import everywhere
 from tests.train.running import stream
 
@@ -55,7 +55,7 @@ def written(tmp_path_factory):
     """Checkpoints of steps 1 and 2, and the trainer that they are of."""
     directory = tmp_path_factory.mktemp("written") / "checkpoints"
     train_step = step_for(dataclasses.replace(small_config(), run_dir="run"))
-    state = train_step.init()
+    state = drawn_state(train_step)
     writer = Checkpoints(directory, keep=3)
     for step in (1, 2):
         writer.save(
@@ -103,7 +103,7 @@ def remembering(tmp_path_factory):
     """A checkpoint of a run on two nodes of four devices, whose codecs have something to send."""
     directory = tmp_path_factory.mktemp("remembering") / "checkpoints"
     train_step = step_for(on_nodes())
-    state = train_step.init()
+    state = drawn_state(train_step)
     kept = jax.tree.map(jnp.ones_like, state.reduction)
     assert jax.tree.leaves(kept)
     writer = Checkpoints(directory, keep=1)
@@ -237,7 +237,7 @@ def test_a_save_that_fails_is_in_the_metrics_under_its_step(tmp_path, monkeypatc
     records = Records(tmp_path)
     cfg = dataclasses.replace(small_config(), run_dir=str(tmp_path))
     writer = open_checkpoints(cfg, ALONE, records, Console(quiet=True))
-    writer.save(7, step_for(cfg).init(), {})
+    writer.save(7, drawn_state(step_for(cfg)), {})
     with pytest.raises(StorageFullError) as error:
         writer.wait()
     writer.close()

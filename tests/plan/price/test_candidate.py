@@ -16,7 +16,14 @@ def config(route: str) -> Config:
     return replace(cfg, mesh=replace(cfg.mesh, nodes=2), route=route)
 
 
-@pytest.mark.parametrize("shared", [{}, {"context": 4}, {"context": 4, "context_exchange": "ring"}])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {},
+        pytest.param({"context": 4}, marks=pytest.mark.slow),
+        pytest.param({"context": 4, "context_exchange": "ring"}, marks=pytest.mark.slow),
+    ],
+)
 def test_attention_to_documents_is_priced_by_the_pairs_inside_them(shared):
     """Scores and values of pairs that see each other: a quarter of them, more by whole blocks."""
     cfg = small_config((1, 1, 4, 1), train={"batch_sequences": 4})

@@ -185,26 +185,27 @@ def test_every_class_of_traffic_is_named():
 LATENT = {"attention": "latent", "kv_latent": 16, "rope_width": 4}
 
 
+def channels_of(model):
+    """Of a latent, or of keys and values."""
+    small = small_config().model
+    return 16 + 4 if model is LATENT else 2 * small.num_kv_heads * small.head_width
+
+
 @pytest.mark.parametrize(
     ("exchange", "model", "forward", "backward"),
     [
         # Two sequences of 64 positions on 4 devices; of keys and values, or of latents.
-        ("gather", {}, 2 * 64, 2 * 64),
         ("gather", {"dtype": "bfloat16"}, 2 * 64 / 2, 2 * 64),  # gradients: train.gradient_dtype
-        ("gather", {"sliding_window": 3, "dtype": "bfloat16"}, 2 * 4 * 2 / 2, 2 * 4 * 2),
         ("gather", LATENT, 2 * 64, 2 * 64),
         # The last 2 of the 4 stripes of a device: of half of these up, of half down.
-        ("gather", {"sliding_window": 3}, 2 * 4 * 2, 2 * 4 * 2),
-        # A quarter of them, three hops; gradients four.
-        ("ring", {}, 3 * 2 * 16, (3 + 4) * 2 * 16),
+        ("gather", {"sliding_window": 3, "dtype": "bfloat16"}, 2 * 4 * 2 / 2, 2 * 4 * 2),
+        # A quarter of them, three hops, forward twice; gradients four.
         ("ring", {"remat": "full"}, 2 * 3 * 2 * 16, (3 + 4) * 2 * 16),
     ],
 )
 def test_keys_of_shared_sequences_are_counted_by_the_formula(exchange, model, forward, backward):
     cfg = small_config((1, 1, 4, 1), model=model, train={"batch_sequences": 2})
-    of_grouped = 2 * cfg.model.num_kv_heads * cfg.model.head_width
-    channels = 16 + 4 if model is LATENT else of_grouped
-    forward, backward = (4 * channels * positions for positions in (forward, backward))
+    forward, backward = (4 * channels_of(model) * positions for positions in (forward, backward))
     shared = {"context": 4, "context_stripe": 4, "context_exchange": exchange}
     cfg = dataclasses.replace(
         cfg,
@@ -226,14 +227,14 @@ def test_keys_of_shared_sequences_are_counted_by_the_formula(exchange, model, fo
 @pytest.mark.parametrize("model", [{}, LATENT])
 def test_tensor_ranks_gather_a_part_each(model):
     """Keys of their heads; of latents their positions, which they then gather in their group."""
-    sent = Counter()
-    for tensor in (1, 2):
-        cfg = small_config((1, 1, 4, tensor), model=model, train={"batch_sequences": 2})
-        mesh = dataclasses.replace(cfg.mesh, context=4, context_stripe=1)
-        for one in collectives_of(schedule_of(dataclasses.replace(cfg, mesh=mesh))):
-            if one.traffic == "context" and one.kind == "all_gather" and "expert" in one.axes:
-                sent[tensor] += one.bytes * one.calls
-    assert sent[2] == sent[1] / 2
+    cfg = small_config((1, 1, 4, 2), model=model, train={"batch_sequences": 2})
+    mesh = dataclasses.replace(cfg.mesh, context=4, context_stripe=1)
+    sent = sum(
+        one.bytes * one.calls
+        for one in collectives_of(schedule_of(dataclasses.replace(cfg, mesh=mesh)))
+        if one.traffic == "context" and one.kind == "all_gather" and "expert" in one.axes
+    )
+    assert sent == 4 * channels_of(model) * 2 * 16 / 2
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from moejax.train.memory.restore import read_state
 from moejax.train.memory.slots import Slot, names_in
 from moejax.train.memory.start import Memory
 from moejax.train.records.skipped_data import to_json
-from tests.cases import one_device_state, small_config, spread, step_for
+from tests.cases import drawn_state, small_config, step_for
 from tests.threads import everywhere
 
 MESHES = [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 4, 1)]
@@ -51,11 +51,9 @@ def configured(tmp_path, mesh, **model):
 
 
 def case(tmp_path, mesh=MESHES[1]):
-    """A step on a mesh and a state of it, which differs from the first one."""
-    cfg = configured(tmp_path, mesh)
-    train_step = step_for(cfg)
-    state = jax.tree.map(lambda x: x + 1, one_device_state(cfg))
-    return train_step, spread(state, train_step)
+    """A step on a mesh and a state of it."""
+    train_step = step_for(configured(tmp_path, mesh))
+    return train_step, drawn_state(train_step)
 
 
 def saving(train_step, events=None):
