@@ -88,7 +88,7 @@ def pytest_configure(config):
 # wait for the last one.
 LONGEST = (
     "step/test_step_together",
-    "step/test_stages",
+    "step/pipeline/test_stages",
     "hf/test_parity",
     "train/test_compressed",
     "integration/test_several_processes",
