@@ -2,7 +2,9 @@
 
 PYTHON ?= $(shell launch/find_python.sh)
 CONFIG ?= configs/tiny.py
-WORKERS ?= 2
+# One file needs no second worker, and no start of the first.
+FILES := $(filter tests/%,$(ARGS))
+WORKERS ?= $(if $(and $(findstring .py,$(FILES)),$(filter 1,$(words $(FILES)))),0,2)
 # A file stays with one worker; tests/conftest.py says which come first.
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # For tests of which one may take long: its limit.

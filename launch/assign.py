@@ -57,7 +57,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Status:
-    """What a host says of itself.
+    """Report of a host about itself.
 
     Attributes:
       assignment: the newest it knows.
@@ -96,7 +96,7 @@ def from_json(value: Any) -> Status | None:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a user decides.
+    """Limits that a user sets.
 
     Attributes:
       hosts: how many there are at most.

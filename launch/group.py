@@ -45,7 +45,7 @@ GLOO = b"Expected number of connected peer ranks"
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process runs."""
+    """Name of one process, and the command it is started through."""
 
     name: str  # in front of its lines, and its log file's name
     prefix: tuple[str, ...] = ()  # what the command is started through

@@ -34,7 +34,7 @@ exit {NO_PYTHON}"""
 
 
 class BadHostsError(Exception):
-    """What is wrong with the hosts, in one line."""
+    """An error in the list of hosts, in one line."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Reach:
         return [*self.ssh, "--", host]
 
     def python(self, *arguments: str) -> str:
-        """What the host's shell reads to run the guard in the command's directory."""
+        """Shell command that runs the guard in the command's directory."""
         own = python_of(self.command)
         script = ["sh", "-c", SCRIPT, "sh", self.directory, self.command[0], own]
         return shlex.join([*script, *arguments])

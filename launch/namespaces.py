@@ -30,7 +30,7 @@ UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 def missing() -> list[str]:
-    """What this machine lacks to emulate a cluster."""
+    """Programs and rights that an emulated cluster needs and this machine lacks."""
     found = [] if os.geteuid() == 0 else ["root"]
     return found + [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
 
@@ -87,7 +87,7 @@ class Cluster:
         self._remover.wait()
 
     def prefix(self, host: int) -> tuple[str, ...]:
-        """What starts a command on a host, which has a name of its own."""
+        """Words before a command that run it on a host, under that host's name."""
         name = self.hosts[host]
         shell = f'hostname {name}; exec "$@"'
         return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", shell, "sh")

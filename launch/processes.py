@@ -55,7 +55,7 @@ def parse_command(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def problem(command: Sequence[str], counts: dict[str, int | None]) -> str | None:
-    """What is wrong with a launcher's command line, in one line.
+    """Error in a launcher's command line, in one line; None without one.
 
     Args:
       counts: the numbers it was given, by flag.

@@ -50,7 +50,7 @@ class Asked(Interrupts):
 
 @dataclass
 class Place:
-    """Where this host is.
+    """Assignment of this host, and the state of its processes.
 
     Attributes:
       given: the assignment that it follows.

@@ -88,7 +88,7 @@ def pytest_configure(config):
 # wait for the last one.
 LONGEST = (
     "step/test_step_together",
-    "step/test_stages",
+    "step/pipeline/test_stages",
     "hf/test_parity",
     "train/test_compressed",
     "integration/test_several_processes",
@@ -135,6 +135,7 @@ SLOW: tuple[str, ...] = (
 )
 # Of these, what takes little time and what no other test sees.
 QUICK = (
+    "benchmarks/test_sent.py",
     "serve/test_engine.py::test_no_row_loses_tokens_to_a_training_capacity",
     "serve/test_sampling.py",
     "step/test_adapters.py::test_no_two_adapters_start_alike",

@@ -6,6 +6,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "moejax"
 MODULES, LINES, FUNCTION = 12, 500, 50  # of a folder, of a module, of a function
+SMALL = 75  # lines of a module that is worth a file for one importer
+# Smaller ones with one importer, each for a reason that decision 0013 names.
+ALONE = ("api", "checkpoint.load", "data.prepare.flags", "kernels.attention.cached_attention")
+ALONE += ("settings", "train.faults.replicas")
+USERS = ("moejax", "benchmarks", "launch")  # what may import a module
 CORE = ("config", "layout", "comm", "moe", "model", "step", "kernels")  # what a newcomer reads
 FILES = 120  # of the core
 README = 600, 90  # words and lines
@@ -46,6 +51,30 @@ def over() -> Iterator[str]:
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > FUNCTION:
                     yield f"{name}: {node.name} has {length} lines, of {FUNCTION}"
+    yield from small()
+
+
+def small() -> Iterator[str]:
+    """Yields small modules that one file imports, and that are no exception."""
+    importers: dict[str, set[Path]] = {}
+    for path in (path for user in USERS for path in (PACKAGE.parent / user).rglob("*.py")):
+        for name in imported(path):
+            importers.setdefault(name, set()).add(path)
+    for path in modules():
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        few = len(importers.get(f"moejax.{name}", ())) == 1
+        if few and lines(path) < SMALL and name not in ALONE:
+            yield f"{name} has {lines(path)} lines, of {SMALL}, and one importer"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yields the modules that a file imports, and the names that it takes from them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
 def table() -> str:

@@ -16,6 +16,8 @@ from moejax.plan.cluster.file import from_json
 from moejax.plan.report.tables import plan_text
 
 OFTEN = 0.1  # of the rounds: less is chance
+OFF = 0.1  # of a measured time: a price that is further off needs a cause
+ROUNDS = "overflow [rounds](routing.md), in part"
 
 
 def judge(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def page(record: dict[str, Any], intro: str) -> str:
     ]
     for name in GROUPS:
         lines += group(name, {k: v for k, v in results.items() if _setup(v).group == name})
-    lines += [*probes(record["clusters"]), ""]
+    lines += [*probes(record["clusters"]), "", *misses(results)]
     for name, one in results.items():
         lines += setup_section(name, one)
     return "\n".join(lines)
@@ -161,6 +163,40 @@ def setup_section(name: str, one: dict[str, Any]) -> list[str]:
         )
     lines.append("")
     return lines
+
+
+def misses(results: dict[str, Any]) -> list[str]:
+    """Plans whose price is further off than `OFF`, each with its cause as far as it is known."""
+    rows = [
+        (name, one, row, row["predicted"] / median(row["seconds"]))
+        for name, one in results.items()
+        for row in one["rows"]
+    ]
+    off = [entry for entry in rows if abs(entry[-1] - 1) > OFF]
+    coded = [_has_codecs(row) for _, _, row, _ in rows]
+    coded_off = sum(_has_codecs(row) for _, _, row, _ in off)
+    lines = [
+        f"Of {len(rows)} prices {len(off)} are off by more than {OFF:.0%}, "
+        f"{sum(entry[-1] < 1 for entry in off)} of them too low: {coded_off} of {sum(coded)} with "
+        f"codecs, {len(off) - coded_off} of {len(rows) - sum(coded)} without.",
+        "",
+        "| set-up | plan | predicted / measured | cause |",
+        "|---|---|---:|---|",
+    ]
+    for name, one, row, share in off:
+        lines.append(f"| {name} | {words(one, row)} | {share:.2f} | {_cause(one, row)} |")
+    return [*lines, ""]
+
+
+def _has_codecs(row: dict[str, Any]) -> bool:
+    return any(name.startswith("compression.") for name in row["settings"])
+
+
+def _cause(one: dict[str, Any], row: dict[str, Any]) -> str:
+    setup = _setup(one)
+    cfg = config_of_row(setup, row)
+    over_all = cfg.mesh.expert == setup.hosts * setup.devices
+    return ROUNDS if over_all and cfg.moe.capacity_factor is None else "not known"
 
 
 def _setup(one: dict[str, Any]) -> Setup:

@@ -1,4 +1,5 @@
 """Other people's models in, and ours out: `moejax hf import` and `moejax hf export`.
 
-Read `command`, then `importing` and `exporting`; the other modules serve them.
+Read in this order: `command`, `importing`, `exporting` with `adapters` (LoRA) and `texts`
+(tokenizer and its like); `output` writes the folder of either.
 """

@@ -1,6 +1,8 @@
 """Folders of weights in the layout of Hugging Face: read onto a mesh, and written from one.
 
 Read in this order: `views` (one tensor and one parameter), `rules` (all of a model's), `families`
-(`config.json` as settings), `files` and `reader` (a folder, distrusted), `load` (onto a mesh),
-`writer` (a new folder), `adapters` (for peft). Plain NumPy up to `load`.
+with `config` (`config.json` as settings), `model` (a config's, without a mesh), `files` and
+`reader` (a folder, distrusted), `load` (onto a mesh), `writer` (a new folder), `adapters` (for
+peft). `origin` keeps small files for an export, `in_flight` bounds the bytes of several threads.
+Plain NumPy up to `load`.
 """

@@ -1,6 +1,7 @@
 """The language model around the expert layers.
 
 Read in this order: `transformer` (blocks, scanned), `block`, `attention` and `latent` with `rope`,
-`layers` (norm, dense MLP, embedding), `cached` (decoding with a cache), `count` (parameters and
-FLOPs).
+`layers` (norm, dense MLP, embedding), `remat` (what backward recomputes), `ahead` (multi-token
+prediction), `context` and `ring` (sequences that devices share), `cached` (decoding with a cache),
+`count` (parameters and FLOPs).
 """

@@ -18,7 +18,7 @@ from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.kernels.attention.ranged import (
     Extent,
     Keys,
-    Merged,
+    PartialAttention,
     join_sinks,
     ranged_attention,
     ranges,
@@ -196,4 +196,4 @@ def attend_cached(
             y_RTHV *= (weight_RTH / total_RTH)[..., None]
             y_RTHV = wire.reduce_scatter(y_RTHV, layout.context, dim=0, tag=None)
         log_RTH = context.own_rows(top_RTH + jnp.log(total_RTH), layout)
-    return join_sinks(Merged(y_RTHV, log_RTH), sinks_H)[0].astype(v_NGSV.dtype)
+    return join_sinks(PartialAttention(y_RTHV, log_RTH), sinks_H)[0].astype(v_NGSV.dtype)

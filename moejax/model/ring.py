@@ -21,7 +21,7 @@ from moejax.kernels.attention.blocked import MASKED
 from moejax.kernels.attention.ranged import (
     IMPLEMENTATIONS,
     Extent,
-    Merged,
+    PartialAttention,
     join_sinks,
     merge,
     ranges,
@@ -75,9 +75,9 @@ def _attend(ring: Ring, q_BTHC, kv_BTGX, segment_BS, sinks_H):
 def _forward(ring: Ring, q_BTHC, kv_BTGX, segment_BS, sinks_H):
     kernel, C = IMPLEMENTATIONS[ring.implementation], q_BTHC.shape[-1]
 
-    def see(kv_BTGX, merged: Merged, hop):
+    def see(kv_BTGX, merged: PartialAttention, hop):
         keys, extent = _keys(ring, kv_BTGX, segment_BS, hop, C)
-        found = Merged(*kernel.forward(q_BTHC, *keys, scale=ring.scale, extent=extent))
+        found = PartialAttention(*kernel.forward(q_BTHC, *keys, scale=ring.scale, extent=extent))
         return merge([merged, found])
 
     def see_and_pass(carry, hop):
@@ -86,7 +86,7 @@ def _forward(ring: Ring, q_BTHC, kv_BTGX, segment_BS, sinks_H):
 
     last = _devices(ring) - 1
     y_BTHV = jnp.zeros((*q_BTHC.shape[:3], kv_BTGX.shape[-1] - C), jnp.float32)
-    nothing = Merged(y_BTHV, jnp.full(q_BTHC.shape[:3], MASKED))
+    nothing = PartialAttention(y_BTHV, jnp.full(q_BTHC.shape[:3], MASKED))
     carry, _ = lax.scan(see_and_pass, (kv_BTGX, nothing), jnp.arange(last))
     y_BTHV, log_BTH = join_sinks(see(*carry, last), sinks_H)
     y_BTHV, log_BTH = (

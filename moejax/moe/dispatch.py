@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Bool, Float, Int
 from moejax.comm import wire
-from moejax.comm.tokens.buckets import Ranked, order_items, rank_items
+from moejax.comm.tokens.buckets import RankedItems, order_items, rank_items
 from moejax.comm.tokens.pipeline import Experts, dispatch_compute_combine
 from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import with_rounds
@@ -154,7 +154,7 @@ class _Exchanges(NamedTuple):
         settings = route, spec.layout, experts, spec.barriers
         return dispatch_compute_combine(*settings, x_ND, weight_NK, trained, frozen, plan)
 
-    def _rounds(self, rest_NK: jax.Array) -> tuple[Route, BucketSizes, Ranked]:
+    def _rounds(self, rest_NK: jax.Array) -> tuple[Route, BucketSizes, RankedItems]:
         """The route of rounds, with small buckets: `lax.cond` reserves their memory in backward."""
         route, layout = plain_route(self.spec.route, self.spec.layout), self.spec.layout
         peers, tokens = route.exchanges[0].peers(layout), -(-len(rest_NK) // ROUND_SHARE)

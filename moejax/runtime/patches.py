@@ -20,7 +20,7 @@ from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 def coordination_client() -> Any:
     """Returns the client of JAX's coordination service; None outside a program of processes.
 
-    Goes when `jax.distributed` hands it out.
+    Goes when `jax.distributed` hands it out. No issue filed.
     """
     return distributed.global_state.client
 
@@ -29,7 +29,7 @@ def make_cpu_client_with(address: Callable[[], str]) -> None:
     """Has JAX make a CPU client whose gloo listens at an address, in place of the host name's.
 
     That name may have no address, or one that leads back to the host itself. Goes when an option of
-    JAX says where gloo listens.
+    JAX says where gloo listens. No issue filed.
     """
 
     def make() -> Any:
@@ -46,7 +46,7 @@ def keep_programs_by(write: Callable[..., None]) -> None:
     """Has every process keep compiled programs in its cache, by `write` in place of JAX's function.
 
     JAX keeps them in process 0 alone, but hosts have caches of their own. Goes when an option says
-    which processes write.
+    which processes write. No issue filed.
     """
     compiler._cache_write = write
 
@@ -58,7 +58,7 @@ def keep_program(key: str, name: str, executable: Any, backend: Any, seconds: fl
 
 @dataclass(frozen=True)
 class DescribedHopper:
-    """What tokamax asks of JAX's default device, for which it writes its kernels: an H200."""
+    """A described H200, in place of the default device for which tokamax writes its kernels."""
 
     platform: str = "gpu"
     device_kind: str = "NVIDIA H200"
@@ -71,7 +71,8 @@ def described_gpu(device: Any = DescribedHopper()) -> Iterator[None]:
     """Lets JAX and tokamax trace and lower attention for the described GPU where none is.
 
     They ask the installed cuDNN for its version and the local GPU for its capability, not the
-    target; this goes when they ask the target. `kernels.select` has checked what the target takes.
+    target; this goes when they ask the target. No issue filed. `kernels.select` has checked what
+    the target takes.
 
     Args:
       device: the described GPU.
@@ -97,6 +98,7 @@ def let_orbax_begin_again(agree: Callable[[int], list[int]]) -> None:
 
     It keeps the client of the first, and all processes must have counted the same saves: one that
     has just started has counted fewer. Goes when Orbax asks JAX for its client at each save.
+    No issue filed.
 
     Args:
       agree: takes the number of saves of this process, and returns the numbers of all processes.

@@ -223,7 +223,8 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
     checkpoints = open_checkpoints(cfg, processes, records, console, origin.copies)
     meter = record_start(records, step, planned, processes)
     display = Display(console, cfg.train.num_steps, step)
-    memory = origin.memory.begin_saves(train_step, inputs.content, base, records, console)
+    warn = partial(console.print, highlight=False, soft_wrap=True)
+    memory = origin.memory.begin_saves(train_step, inputs.content, base, records.event, warn)
     run = Run(cfg, train_step, inputs, checkpoints, records, meter, display, console)
     run.processes, run.watch, run.assignment = processes, start.watch, start.assignment
     run.memory, run.base, run.recent = memory, base, recent
@@ -288,8 +289,9 @@ def restore(
     """
     inputs, processes, console = start.inputs, start.processes, start.console
     note = partial(note_once, console, records, origin.notes)
+    say = partial(console.print, soft_wrap=True)
     found = origin.memory.resume(
-        train_step, inputs.content, inputs.skipped, base, console, note
+        train_step, inputs.content, inputs.skipped, base, say, note
     ) or resume(train_step, origin.saved, origin.choose, processes, console, note)
     state = initial_state(train_step, found.state, origin.source, console, processes)
     return state, found.facts.get(RECENT, {})

@@ -8,7 +8,14 @@ import pytest
 from jax.experimental.topologies import TopologyDescription
 from rich.console import Console
 
-from moejax.aot.command import main, print_compiled, to_json
+from moejax.aot.command import (
+    compress_exposed,
+    hidden_shares,
+    main,
+    print_compiled,
+    to_json,
+    traffic_of,
+)
 from moejax.aot.compiled import CompiledCollective
 from moejax.aot.step import (
     CompiledStep,
@@ -22,7 +29,9 @@ from moejax.aot.target import TARGETS, describe_devices
 from moejax.aot.work import Work
 from moejax.config.checks import check
 from moejax.config.load import load_config
+from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
+from moejax.layout.layout import build_layout
 from moejax.model.count import count
 from tests.cases import small_config, step_for
 
@@ -178,3 +187,51 @@ def test_reductions_are_sums_of_gradients_and_clash_on_a_link_that_an_exchange_u
     assert step.reductions_beside_exchanges() == [fast]
     assert step.hidden_reductions() == 0.25
     assert step.hidden_gathers() == 0.75
+
+
+# Two nodes of four: replica across, fsdp and expert inside.
+LAYOUT = build_layout(MeshConfig(replica=2, fsdp=2, expert=2, nodes=2))
+# Experts across both nodes.
+WIDE = build_layout(MeshConfig(expert=8, nodes=2))
+
+
+def collective(kind, *axes, hides=False, backward=False, dtype="bfloat16", size=100, calls=1):
+    return CompiledCollective(kind, axes, dtype, size, calls, hides, hides, backward, "x")
+
+
+@pytest.mark.parametrize(
+    ("one", "layout", "kind"),
+    [
+        (collective("all_to_all", "expert_slow", "expert_fast"), WIDE, "tokens"),
+        (collective("all_to_all", "expert_slow", backward=True), WIDE, "tokens_backward"),
+        (collective("all_to_all", "expert_slow", dtype="uint8"), WIDE, None),
+        (collective("all_to_all", "expert_fast"), WIDE, None),
+        (collective("all_reduce", "replica", backward=True), LAYOUT, "gradients"),
+        (collective("all_reduce", "replica"), LAYOUT, None),
+        (collective("reduce_scatter", "expert_slow", backward=True), WIDE, "gradients"),
+        (collective("all_gather", "expert_slow"), WIDE, "weights"),
+        (collective("all_gather", "fsdp"), LAYOUT, None),
+    ],
+)
+def test_traffic_across_nodes_belongs_to_a_class(one, layout, kind):
+    assert traffic_of(one, layout) == kind
+
+
+def test_only_what_is_exposed_is_compressed():
+    tokens = collective("all_to_all", "expert_slow", hides=True, size=300)
+    found = [
+        tokens,
+        dataclasses.replace(tokens, hides=False, bytes=100),
+        collective("reduce_scatter", "expert_slow", backward=True),
+        collective("all_gather", "expert_slow"),
+    ]
+    shares = hidden_shares(found, WIDE)
+    assert shares == {"tokens": 0.75, "gradients": 0.0, "weights": 0.0}
+    assert compress_exposed(found, WIDE, "hybrid") == {
+        "preset": "none",
+        "dense_gradient": "int8+feedback",
+        "expert_gradient": "int8+feedback",
+    }
+    waited = [dataclasses.replace(one, hides=False) for one in found]
+    assert compress_exposed(waited, WIDE, "hybrid").keys() >= {"dispatch", "combine"}
+    assert compress_exposed(found, WIDE, "strong")["weights"] == "int8"

@@ -47,6 +47,7 @@ def test_each_group_has_a_table_and_a_summary_of_its_own():
     assert text.count(" | FSDP | 3.00 | 1.50 | ") == len(GROUPS)
     assert text.count("Over 1 set-ups: regret 0.0% median") == len(GROUPS)
     assert text.index("Odd shapes: ") < text.index("Shapes with the ratios")
+    assert "Of 8 prices 0 are off by more than 10%, 0 of them too low: 0 of 0 with codecs" in text
     alone = page({"clusters": {}, "results": dict(list(results.items())[:1])}, "Intro.")
     assert "Shapes with the ratios" not in alone
 

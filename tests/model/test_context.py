@@ -25,7 +25,7 @@ from moejax.layout.spec import StepSpec
 from moejax.model.context import Rows, attend, attend_cached
 from moejax.plan.trace.reader import collectives
 from tests.cases import few
-from tests.kernels.test_ranged import dense
+from tests.kernels.attention.test_ranged import dense
 
 
 def shared_by(c, stripe, *, nodes=1, tensor=1):

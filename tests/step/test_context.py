@@ -22,7 +22,7 @@ from tests.cases import (
     step_for,
 )
 from tests.step.against_oracle import MESH_OF_ONE, check_against_oracle
-from tests.step.test_stages import assert_same_gradients, config
+from tests.step.pipeline.test_stages import assert_same_gradients, config
 from tests.step.test_step_together import join_kinds
 
 
@@ -95,7 +95,7 @@ def test_stages_share_sequences_too(mesh, stages, axis, changes):
 SIXTEEN = """
 import tests.conftest
 from tests.step.test_context import check_against_oracle, shared
-from tests.step.test_stages import assert_same_gradients, config
+from tests.step.pipeline.test_stages import assert_same_gradients, config
 check_against_oracle(shared((1, 2, 4, 2), 8, 1, nodes=2, rows=1, kinds=(9, 13)), path="certain")
 axis = {"context": 8, "context_stripe": 1}
 assert_same_gradients(config((1, 2, 4, 1), 2, 4, axis=axis, rows=2))

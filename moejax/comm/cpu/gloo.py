@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.cpu.exchange import Exchange, connected, hold
-from moejax.comm.cpu.held import Held
+from moejax.comm.cpu.held import HeldArrays
 from moejax.comm.cpu.transfers import Transfers, bind
 from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, scan_operands
 
@@ -102,7 +102,7 @@ class _Rewriter:
     ) -> Results:
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, arguments, strict=True))
-        held, transfers = Held([], [], {}, []), Transfers(values)
+        held, transfers = HeldArrays([], [], {}, []), Transfers(values)
         after = token  # the next exchange begins when this exists
         for eqn in jaxpr.eqns:
             if transfers.defer(eqn):

@@ -17,7 +17,7 @@ LONG = ("dot_general", "ffi_call", "ragged_dot", "scan", "while")
 SMALL = 2**16  # bytes of an array that may be copied
 
 
-class Held(NamedTuple):
+class HeldArrays(NamedTuple):
     """The arrays that stay in memory until a scope's last exchange of tokens has ended.
 
     XLA reuses the memory of an array that was sent or read for the next results of the program,

@@ -34,7 +34,7 @@ class SlotMap(NamedTuple):
     item_of_slot: Int[Array, " S"]  # m * K + k of the item; M * K if the slot is empty
 
 
-class Ranked(NamedTuple):
+class RankedItems(NamedTuple):
     """Items sorted by peer, in row order or by expert."""
 
     peer_MK: Int[Array, "M K"]  # peer of each item; P if there is no item
@@ -60,7 +60,7 @@ def rank_items(
     peers: int,
     merge: bool,
     expert_MK: Int[Array, "M K"] | None = None,
-) -> Ranked:
+) -> RankedItems:
     """Sorts the items by peer, in row order, or by expert and then in row order.
 
     Args:
@@ -87,7 +87,7 @@ def rank_items(
         )
     )
     start_P = jnp.sum(peer_A[:, None] < jnp.arange(peers + 1), axis=0, dtype=jnp.int32)
-    return Ranked(peer_MK, place_A.reshape(peer_MK.shape), order_A, start_P)
+    return RankedItems(peer_MK, place_A.reshape(peer_MK.shape), order_A, start_P)
 
 
 @partial(jax.jit, static_argnames=("peers", "rows", "parts", "merge"), inline=True)

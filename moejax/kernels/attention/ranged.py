@@ -80,7 +80,7 @@ class Extent(NamedTuple):
         return float(np.sum(each)) / len(self.starts) * (queries / run)
 
 
-class Merged(NamedTuple):
+class PartialAttention(NamedTuple):
     """The result of keys that queries have seen so far, and the log of its denominators."""
 
     y_BTHV: Float[Array, "B T H V"]
@@ -145,7 +145,7 @@ def _attend(form: AttentionForm, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
 def _forward(form: AttentionForm, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
     kernel = IMPLEMENTATIONS[form.implementation]
     results = [
-        Merged(*kernel.forward(q_BTHC, *keys, scale=form.scale, extent=extent))
+        PartialAttention(*kernel.forward(q_BTHC, *keys, scale=form.scale, extent=extent))
         for keys, extent in zip(pieces, form.extents, strict=True)
     ]
     y_BTHV, log_BTH = join_sinks(merge(results), sinks_H)
@@ -154,23 +154,23 @@ def _forward(form: AttentionForm, q_BTHC, pieces: tuple[Keys, ...], sinks_H):
     return y_BTHV, (q_BTHC, pieces, sinks_H, y_BTHV, log_BTH)
 
 
-def merge(results: list[Merged]) -> Merged:
+def merge(results: list[PartialAttention]) -> PartialAttention:
     """Returns the results of several pieces as those of one."""
     if len(results) == 1:
         return results[0]
     y_NBTHV, log_NBTH = (jnp.stack(x) for x in zip(*results, strict=True))
     log_BTH = jax.nn.logsumexp(log_NBTH, axis=0)
     weight_NBTH1 = jnp.exp(log_NBTH - log_BTH)[..., None]
-    return Merged(jnp.sum(y_NBTHV.astype(jnp.float32) * weight_NBTH1, axis=0), log_BTH)
+    return PartialAttention(jnp.sum(y_NBTHV.astype(jnp.float32) * weight_NBTH1, axis=0), log_BTH)
 
 
-def join_sinks(merged: Merged, sinks_H: jax.Array | None) -> Merged:
+def join_sinks(merged: PartialAttention, sinks_H: jax.Array | None) -> PartialAttention:
     """Returns the result with sinks in each softmax."""
     if sinks_H is None:
         return merged
     y_BTHV, log_BTH = merged
     share_BTH1 = jax.nn.sigmoid(log_BTH - sinks_H)[..., None]
-    return Merged(y_BTHV * share_BTH1, jnp.logaddexp(log_BTH, sinks_H))
+    return PartialAttention(y_BTHV * share_BTH1, jnp.logaddexp(log_BTH, sinks_H))
 
 
 def sink_gradient(sinks_H: jax.Array | None, y_BTHV, log_BTH, dy_BTHV) -> jax.Array | None:

@@ -1,4 +1,4 @@
-"""Finds the newest step of which the hosts hold all parts in memory.
+"""Finds the newest step that is whole in the hosts' memory.
 
 Every process reads a share of its host's slots. All of them exchange their findings, so they come
 to the same result. Touches no device.
@@ -39,7 +39,7 @@ class IntactSlot(NamedTuple):
 
 
 class IntactStep(NamedTuple):
-    """A step of which all parts are there.
+    """A step with all of its parts.
 
     Attributes:
       start_id: of the start that saved it.

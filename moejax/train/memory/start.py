@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from moejax.checkpoint.compatible import check_same_base, describe_run, resume_notes
 from moejax.checkpoint.find import Saved
@@ -21,7 +20,6 @@ from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.find import IntactStep, find, remove_damaged
 from moejax.train.memory.members import Members, open_members
 from moejax.train.memory.restore import read_state
-from moejax.train.records.metrics import Records
 from moejax.train.records.skipped_data import ENTRY, to_json
 
 
@@ -54,7 +52,7 @@ class Memory:
         content: Content,
         skipped: Sequence[SkippedData],
         base: dict[str, str] | None,
-        console: Console,
+        say: Callable[[str], None],
         note: Callable[[str], None],
     ) -> Resumed | None:
         """Returns the state of the newest step in memory that fits this run; None without one.
@@ -63,6 +61,7 @@ class Memory:
 
         Args:
           base: path and digest of the frozen weights of a run with adapters.
+          say: takes the line that names the step, before it is read.
         """
         passed_over: list[tuple[int, str]] = []
         while self._members is not None and (found := self.found) is not None:
@@ -72,8 +71,7 @@ class Memory:
             if unfit is not None:
                 passed_over.append((found.step, found.start_id))
             else:
-                text = f"resuming at step {found.step} from the memory of hosts"
-                console.print(text, soft_wrap=True)
+                say(f"resuming at step {found.step} from the memory of hosts")
                 state, unfit = read_state(found, train_step, self._members)
                 if state is not None:
                     self._held_slot = int(found.held[0].name[-1])  # in each process: 0 or 1
@@ -92,10 +90,14 @@ class Memory:
         train_step: TrainStep,
         content: Content,
         base: dict[str, str] | None,
-        records: Records,
-        console: Console,
+        on_event: Callable[..., None],
+        warn: Callable[[str], None],
     ) -> MemoryCheckpoints | None:
         """Returns the saver of later states; None without `checkpoint.memory_every`. All call it.
+
+        Args:
+          on_event: takes a name, a step and values of each event.
+          warn: takes a warning, once, if a step could not be kept.
 
         Raises:
           InputError: in all processes, if a host has no room.
@@ -104,17 +106,16 @@ class Memory:
             return None
         warned = False
 
-        def on_event(event: str, step: int, **values: Any) -> None:
+        def record(event: str, step: int, **values: Any) -> None:
             nonlocal warned
-            records.event(event, step, **values)
+            on_event(event, step, **values)
             if event == "memory_failed" and not warned:
                 warned = True
-                text = f"warning: step {step} is not kept in memory: {values['text']}"
-                console.print(text, highlight=False, soft_wrap=True)
+                warn(f"warning: step {step} is not kept in memory: {values['text']}")
 
         facts = {**describe_run(train_step, content, base), "jax": jax.__version__}
         arrays = arrays_of(train_step.abstract)
-        return MemoryCheckpoints(self._members, arrays, facts, on_event, held=self._held_slot)
+        return MemoryCheckpoints(self._members, arrays, facts, record, held=self._held_slot)
 
 
 def _unfit(

@@ -1,6 +1,7 @@
 """The tables and sentences about plans: order, ties, and what does not fit."""
 
 import re
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +9,18 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from moejax.config.fields import change, fields
+from moejax.plan.price.cost import SimulatedStep, Totals
 from moejax.plan.report import tables
-from moejax.plan.report.tables import AXES, mesh_text, print_ranked, print_why, speed_text
+from moejax.plan.report.tables import (
+    AXES,
+    mesh_text,
+    print_ranked,
+    print_why,
+    small_products,
+    speed_text,
+)
 from moejax.plan.search.search import SearchResult
+from moejax.plan.trace.schedule import Op
 from tests.cases import small_config
 from tests.plan.clusters import GIB, cluster
 
@@ -122,3 +132,28 @@ def test_speed_is_told_as_tokens_and_as_a_share_of_the_fastest_product(monkeypat
     text = speed_text(plan, there)
     assert text.startswith(f"{tokens:,.0f} tokens/s; ")
     assert f" {share:.0%} of its fastest float32 matrix product" in text
+
+
+def simulated(*ops, inside=None):
+    timeline = SimpleNamespace(seconds=1.0)
+    return SimulatedStep(timeline, Totals(), ops, tuple(0.0 for _ in ops), inside or {})
+
+
+def product(flops):
+    return Op("product", "router", flops=flops, bytes=1, dtype="float32")
+
+
+def plan_of(simulated):
+    return SimpleNamespace(parts=((1.0, simulated),), seconds=1.0)
+
+
+def test_a_table_of_one_large_product_is_doubted():
+    """Someone gave one size of 1e12 FLOPs, and a router took 51 seconds."""
+    device = replace(cluster().device, products={"float32": ((1e12, 15e12),)})
+    loop = simulated(product(1e6), inside={0: (simulated(product(1e6)), 8)})
+    text = small_products(plan_of(loop), device)
+    assert text is not None
+    assert "53% of the step" in text  # eight trips of 1e12 / 15e12 seconds
+    assert "float32 begin at 1e+12 FLOPs" in text
+    assert small_products(plan_of(simulated(product(1e6))), device) is None  # 7 % of the step
+    assert small_products(plan_of(loop), cluster().device) is None

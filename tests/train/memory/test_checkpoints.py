@@ -1,7 +1,6 @@
 """States that are kept in memory come back to the same bits, on any mesh, or are not taken."""
 
 import dataclasses
-import io
 import json
 import os
 import threading
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from moejax.checkpoint.compatible import describe_run
 from moejax.checkpoint.find import Saved
@@ -99,8 +97,7 @@ def resumed(tmp_path, mesh=MESHES[1], saved=None, skipped=(), **model):
     train_step, said = step_for(configured(tmp_path, mesh, **model)), []
     memory = Memory(train_step.cfg, ALONE, saved)
     said += memory.notes
-    console = Console(file=io.StringIO())
-    found = memory.resume(train_step, CONTENT, skipped, None, console, said.append)
+    found = memory.resume(train_step, CONTENT, skipped, None, lambda text: None, said.append)
     return found and found.state, said
 
 
@@ -230,8 +227,7 @@ def taken_up(tmp_path, *, content=CONTENT, base=BASE, **changes):
             cfg, **{group: dataclasses.replace(getattr(cfg, group), **values)}
         )
     memory, said = Memory(cfg, ALONE, None), []
-    console = Console(file=io.StringIO())
-    resumed = memory.resume(step_for(cfg), content, (), base, console, said.append)
+    resumed = memory.resume(step_for(cfg), content, (), base, lambda text: None, said.append)
     return resumed, said
 
 
@@ -284,14 +280,14 @@ def small_state(*, reduction):
 
 def test_a_run_is_told_once_that_its_state_is_not_kept(tmp_path):
     train_step = step_for(configured(tmp_path, MESHES[0]))
-    recorded, shown = [], io.StringIO()
-    records = SimpleNamespace(event=partial(_tell, recorded))
+    recorded, shown = [], []
     memory = Memory(train_step.cfg, ALONE, None)
-    kept = memory.begin_saves(train_step, CONTENT, BASE, records, Console(file=shown, width=200))
+    on_event = partial(_tell, recorded)
+    kept = memory.begin_saves(train_step, CONTENT, BASE, on_event, shown.append)
     assert (kept._facts["jax"], kept._facts["base"]) == (jax.__version__, BASE)
     assert (kept._newest, kept._next) == (None, 0)
     kept._on_event("memory_saved", 2, bytes=3)
-    assert shown.getvalue() == ""
+    assert shown == []
     kept._on_event("memory_failed", 4, text="no room")
     kept._on_event("memory_failed", 6, text="again")
     kept.close()
@@ -300,7 +296,7 @@ def test_a_run_is_told_once_that_its_state_is_not_kept(tmp_path):
         ("memory_failed", 4, {"text": "no room"}),
         ("memory_failed", 6, {"text": "again"}),
     ]
-    assert shown.getvalue() == "warning: step 4 is not kept in memory: no room\n"
+    assert shown == ["warning: step 4 is not kept in memory: no room"]
 
 
 def test_without_the_setting_nothing_is_kept_in_memory(tmp_path):
@@ -382,8 +378,9 @@ def test_a_failed_save_is_told_and_does_not_replace_a_whole_one(
 def test_what_a_start_resumed_is_kept_until_a_newer_step_is_whole(tmp_path, steps):
     train_step, state, members = saved(tmp_path, *steps)
     memory = Memory(train_step.cfg, ALONE, None)
-    console, records = Console(file=io.StringIO()), []
-    assert memory.resume(train_step, CONTENT, (), None, console, records.append) is not None
+    shown, notes = [], []
+    assert memory.resume(train_step, CONTENT, (), None, shown.append, notes.append) is not None
+    assert shown == [f"resuming at step {steps[-1]} from the memory of hosts"]
     arrays, told = arrays_of(train_step.abstract), partial(_tell, [])
     again = MemoryCheckpoints(memory._members, arrays, {}, told, held=memory._held_slot)
     again._slots[again._next].forget()  # a save that is killed at once

@@ -12,7 +12,7 @@ from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.ranged import Extent, Keys, ranged_attention, ranges
 from moejax.plan.trace.reader import read
 from moejax.plan.trace.schedule import walk
-from tests.kernels.test_ranged import dense
+from tests.kernels.attention.test_ranged import dense
 
 LENGTH = 512
 

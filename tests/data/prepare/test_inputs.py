@@ -12,7 +12,7 @@ import pytest
 from moejax.data.prepare import command as prepare
 from moejax.data.prepare.inputs import find_inputs, kind_of, open_bytes
 from moejax.errors import InputError
-from tests.data.test_prepare import texts_of
+from tests.data.prepare.test_command import texts_of
 
 TEXTS = [f"text {i} of several, caf\u00e9\n" * (i % 5 + 1) for i in range(30)]
 

@@ -7,7 +7,7 @@ import pytest
 from moejax.kernels.attention import cached_attention as module
 from moejax.kernels.attention.attention import attention
 from moejax.kernels.attention.cached_attention import cached_attention, put
-from moejax.kernels.attention.ranged import Merged, join_sinks
+from moejax.kernels.attention.ranged import PartialAttention, join_sinks
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_queries_attend_as_in_the_whole_sequence(monkeypatch, keys, window, sink
     found = cached_attention(
         q[rows, position_RT], *kept, position_RT, position_RS, jnp.array(S), **form
     )
-    found = join_sinks(Merged(*found), sinks_H).y_BTHV
+    found = join_sinks(PartialAttention(*found), sinks_H).y_BTHV
     np.testing.assert_allclose(found, whole[rows, position_RT], rtol=1e-5, atol=1e-6)
 
 

@@ -9,7 +9,7 @@ import tokenizers
 
 from moejax.data.prepare import command as prepare
 from moejax.data.prepare import documents, split
-from tests.data.test_prepare import FORMATS, _inputs, _open, _run
+from tests.data.prepare.test_command import FORMATS, _inputs, _open, _run
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")

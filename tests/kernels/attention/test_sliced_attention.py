@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moejax.kernels.attention.attention import attention, sliced_attention
 from tests.cases import few
-from tests.kernels.test_attention import operands
-from tests.kernels.test_ranged import dense
+from tests.kernels.attention.test_attention import operands
+from tests.kernels.attention.test_ranged import dense
 
 
 def by_slices(arrays, segment, slices, sinks, **form):

@@ -18,7 +18,7 @@ from moejax.comm.cpu.peers import ANSWER, HELLO, NotConnectedError, accept_peers
 from moejax.runtime.meeting import listen
 
 TOKEN = b"a token of thirty-two characters"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from moejax.kernels.attention.ranged import Extent
 from moejax.kernels.costs import attention_cost
 from moejax.runtime.patches import described_gpu
 from tests.cases import few
-from tests.kernels.test_ranged import dense
+from tests.kernels.attention.test_ranged import dense
 
 
 def operands(length, heads, groups, seed=0, dtype=np.float32, values=8):

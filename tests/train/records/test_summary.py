@@ -1,0 +1,107 @@
+"""A model that does not fit its devices, and a step that waits for its weights, are told."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from moejax.config.fields import change
+from moejax.errors import InputError
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_abstract_mesh
+from moejax.model.count import Counts
+from moejax.runtime.processes import ALONE
+from moejax.step.train_step import build_step
+from moejax.train.records.summary import (
+    Summary,
+    check_memory,
+    gather_note,
+    memory_warnings,
+    summarize,
+)
+from tests.cases import small_config, step_for
+from tests.plan.clusters import cluster
+
+DEVICES = 8  # that the tests simulate
+
+
+def with_memory(monkeypatch, size):
+    monkeypatch.setattr("moejax.runtime.memory.machine_memory", lambda: size * DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "held"),
+    [(True, "weights, optimizer state and gradients"), (False, "weights")],  # an evaluation
+)
+def test_what_a_device_holds_must_fit_its_share(monkeypatch, gradients, held):
+    train_step = step_for(small_config((1, 1, 2, 2)))
+    train_step = train_step if gradients else train_step.of_weights()
+    given = train_step.argument_bytes()
+    needed = sum(given.values()) + given["weights"] * gradients
+    assert (given["optimizer"] > 0) == gradients
+    with_memory(monkeypatch, needed)
+    assert check_memory(train_step, ALONE, gradients=gradients) == needed
+    with_memory(monkeypatch, needed - 1)
+    with pytest.raises(InputError, match=f"the model does not fit.* of {held}, and has"):
+        check_memory(train_step, ALONE, gradients=gradients)
+
+
+def test_the_least_device_of_all_processes_counts(monkeypatch):
+    train_step = step_for(small_config())
+    with_memory(monkeypatch, 2**30)
+    two = ALONE  # of which the second is on the same machine, and has half the room
+    monkeypatch.setattr(type(two), "gather", lambda _, x: [x, x // 2 if isinstance(x, int) else x])
+    assert check_memory(train_step, two) == 2**30 // 2 // 2
+
+
+def test_an_estimate_above_the_room_is_a_warning():
+    peaks = {"step": 3 * 2**30, "evaluation": 2**20}
+    summary = Summary(Counts(1, 1, 1, 1, 1), {}, peaks, 1, [])
+    assert memory_warnings(summary, 3 * 2**30) == []
+    (said,) = memory_warnings(summary, 2 * 2**30)
+    assert "peak memory (step) is about 3.0 GiB" in said
+    assert "has 2.0 GiB" in said
+
+
+@functools.cache
+def summarized(**settings):
+    """The small model on two nodes of four that share its weights."""
+    values = {"mesh.nodes": 2, "mesh.fsdp": 8, "model.vocab_size": 264}
+    settings = {name.replace("__", "."): value for name, value in settings.items()}
+    cfg = change(small_config(train={"batch_sequences": 32}), values | settings)
+    step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    return step, summarize(step)
+
+
+def note(topology=None, **settings):
+    """Returns the note about it; a setting has `__` for its dot."""
+    return gather_note(*summarized(**settings), topology)
+
+
+def test_gathers_that_take_longer_than_products_are_told():
+    text = note(train__micro_batches=4)
+    assert text is not None
+    assert text.startswith("the step is bound by its gathers: ")
+    assert "400 TFLOP/s and 50 GB/s" in text
+    assert "\n" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mesh__nodes": 1},
+        # Copies on both nodes, shards inside.
+        {"mesh__replica": 2, "mesh__fsdp": 4},
+    ],
+)
+def test_gathers_inside_a_node_are_no_reason(settings):
+    assert note(train__micro_batches=4, **settings) is None
+
+
+def test_the_links_of_a_named_cluster_count():
+    fast = dataclasses.replace(cluster(slow=1e12, startup=1e-9), name="quick")
+    assert note(fast) is None
+    text = note(cluster(slow=1e4))
+    assert text is not None
+    assert "(test)" in text
