@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from moejax.errors import RunError
+from moejax.errors import InputError, RunError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.engine import LIKELIEST, LONG, SHORT, Engine, NewTokens, no_tokens
 from moejax.serve.sampling import GREEDY, NOT_FINITE, Draws, Sampling
@@ -111,9 +111,21 @@ class Batch:
         return len(self._waiting)
 
     def submit(self, request: Request) -> int:
-        """Adds a request. Returns the key of its events."""
-        assert request.ids, "a prompt has at least one token"
-        assert len(request.ids) + request.tokens <= self._engine.positions + 1, "too long"
+        """Adds a request. Returns the key of its events.
+
+        Raises:
+          InputError: if the prompt has no token, or a slot no room for the text.
+        """
+        if not request.ids:
+            raise InputError("prompt has no token. It has at least one. Write a text.")
+        # The last token that is drawn is not kept.
+        needed, room = len(request.ids) + max(0, request.tokens - 1), self._engine.positions
+        if needed > room:
+            raise InputError(
+                f"text would be too long. The prompt has {len(request.ids)} tokens, up to "
+                f"{request.tokens} continue it. A slot has {room} positions. Shorten the prompt, "
+                f"or ask for fewer tokens."
+            )
         self._next_key += 1
         self._waiting.append(_Text(self._next_key, request, list(request.ids)))
         return self._next_key

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.errors import RunError
+from moejax.errors import InputError, RunError
 from moejax.runtime.processes import Processes
 from moejax.serve import engine as serve_engine
 from moejax.serve.batch import Batch, Request, generate
@@ -156,6 +156,18 @@ def test_a_prompt_is_scored_without_a_token_behind_it():
     (event,) = batch.step()
     assert (event.ended, event.tokens, len(event.scored)) == ("length", (), 2)
     assert batch.running == 0
+
+
+def test_a_text_that_no_slot_holds_is_refused():
+    """64 positions; the last token that is drawn needs none."""
+    engine, state = engine_and_state()
+    batch = Batch(engine, state)
+    for ids, tokens in (([], 3), ([1] * 65, 0), ([1] * 64, 2), ([1], 65)):
+        with pytest.raises(InputError, match=r"no token|too long"):
+            batch.submit(Request(ids, tokens))
+    assert batch.waiting == 0
+    assert len(texts(engine, state, [Request([1] * 63, 2)])[0]) == 2
+    assert len(texts(engine, state, [Request([1], 64)])[0]) == 64
 
 
 EVENTS = st.lists(

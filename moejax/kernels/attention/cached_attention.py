@@ -6,6 +6,7 @@ G heads of keys, P = T * H / G, C width of a head's queries and keys, V of its v
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,39 +40,24 @@ def cached_attention(
       position_RS: positions of the cache's entries, below 0 for places without one.
       stop: no query sees an entry at this place or behind it; blocks from there on are not read.
     """
-    R, T, H, C = q_RTHC.shape
+    R, T, H, _ = q_RTHC.shape
     G, S, V = v_RGSV.shape[1:]
     K = S if S <= KEYS else math.gcd(S, KEYS)
     # R T G (H / G) C -> R G P C
-    q_RGPC = (q_RTHC * scale).reshape(R, T, G, -1, C).swapaxes(1, 2).reshape(R, G, -1, C)
+    q_RGPC = (q_RTHC * scale).reshape(R, T, G, H // G, -1).swapaxes(1, 2)
+    q_RGPC = q_RGPC.reshape(R, G, T * (H // G), -1)
 
-    def visit(m: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        y_RGPV, top_RGP1, total_RGP1 = sums
+    def visit(m: jax.Array | int, sums: _Sums) -> _Sums:
         block = partial(lax.dynamic_slice_in_dim, start_index=m * K, slice_size=K)
-        k_RGKC, v_RGKV, position_RK = (
-            x if K == S else block(x, axis=axis)
-            for x, axis in ((k_RGSC, 2), (v_RGSV, 2), (position_RS, 1))
-        )
-        back_RTK = position_RT[:, :, None] - position_RK[:, None]
-        seen_RTK = (back_RTK >= 0) & (position_RK >= 0)[:, None]
-        if window is not None:
-            seen_RTK &= back_RTK < window
+        position_RK = block(position_RS, axis=1)
+        seen_RTK = _seen(position_RT, position_RK, window)
         seen_R1PK = jnp.repeat(seen_RTK, H // G, axis=1)[:, None]
-        score_RGPK = _dot("rgpc,rgkc->rgpk", q_RGPC, k_RGKC)
-        score_RGPK = jnp.where(seen_R1PK, score_RGPK, MASKED)
-        higher_RGP1 = jnp.maximum(top_RGP1, jnp.max(score_RGPK, axis=-1, keepdims=True))
-        p_RGPK, less_RGP1 = jnp.exp(score_RGPK - higher_RGP1), jnp.exp(top_RGP1 - higher_RGP1)
-        total_RGP1 = total_RGP1 * less_RGP1 + jnp.sum(p_RGPK, axis=-1, keepdims=True)
-        more_RGPV = _dot("rgpk,rgkv->rgpv", p_RGPK.astype(v_RGKV.dtype), v_RGKV)
-        return y_RGPV * less_RGP1 + more_RGPV, higher_RGP1, total_RGP1
+        return _add(sums, q_RGPC, block(k_RGSC, axis=2), block(v_RGSV, axis=2), seen_R1PK)
 
-    P = q_RGPC.shape[2]
-    zero_RGP1 = jnp.zeros((R, G, P, 1), jnp.float32)
-    sums = jnp.zeros((R, G, P, V), jnp.float32), zero_RGP1 + LOWEST, zero_RGP1
-    if K == S:
-        y_RGPV, top_RGP1, total_RGP1 = visit(jnp.zeros((), jnp.int32), sums)
-    else:
-        y_RGPV, top_RGP1, total_RGP1 = lax.fori_loop(0, -(-stop // K), visit, sums)
+    zero_RGP1 = jnp.zeros((*q_RGPC.shape[:3], 1), jnp.float32)
+    sums = _Sums(jnp.zeros((*q_RGPC.shape[:3], V), jnp.float32), zero_RGP1 + LOWEST, zero_RGP1)
+    sums = visit(0, sums) if K == S else lax.fori_loop(0, -(-stop // K), visit, sums)
+    y_RGPV, top_RGP1, total_RGP1 = sums
     log_RGP1 = jnp.where(total_RGP1 > 0, top_RGP1 + jnp.log(total_RGP1), MASKED)
     y_RGPV /= jnp.where(total_RGP1 > 0, total_RGP1, 1)
 
@@ -79,6 +65,33 @@ def cached_attention(
         return x_RGPV.reshape(R, G, T, H // G, -1).swapaxes(1, 2).reshape(R, T, H, -1)
 
     return by_query(y_RGPV), by_query(log_RGP1)[..., 0]
+
+
+class _Sums(NamedTuple):
+    """Sums over the blocks so far; weights are relative to the largest score."""
+
+    y_RGPV: jax.Array
+    top_RGP1: jax.Array
+    total_RGP1: jax.Array
+
+
+def _seen(position_RT: jax.Array, position_RK: jax.Array, window: int | None) -> jax.Array:
+    """Returns which keys of a block each query sees, [R, T, K]."""
+    back_RTK = position_RT[:, :, None] - position_RK[:, None]
+    seen_RTK = (back_RTK >= 0) & (position_RK >= 0)[:, None]
+    return seen_RTK if window is None else seen_RTK & (back_RTK < window)
+
+
+def _add(
+    sums: _Sums, q_RGPC: jax.Array, k_RGKC: jax.Array, v_RGKV: jax.Array, seen_R1PK: jax.Array
+) -> _Sums:
+    """Adds a block of keys and values."""
+    score_RGPK = jnp.where(seen_R1PK, _dot("rgpc,rgkc->rgpk", q_RGPC, k_RGKC), MASKED)
+    top_RGP1 = jnp.maximum(sums.top_RGP1, jnp.max(score_RGPK, axis=-1, keepdims=True))
+    p_RGPK, less_RGP1 = jnp.exp(score_RGPK - top_RGP1), jnp.exp(sums.top_RGP1 - top_RGP1)
+    total_RGP1 = sums.total_RGP1 * less_RGP1 + jnp.sum(p_RGPK, axis=-1, keepdims=True)
+    more_RGPV = _dot("rgpk,rgkv->rgpv", p_RGPK.astype(v_RGKV.dtype), v_RGKV)
+    return _Sums(sums.y_RGPV * less_RGP1 + more_RGPV, top_RGP1, total_RGP1)
 
 
 def _dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
