@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parents[1] / "moejax"
 MODULES, LINES, FUNCTION = 12, 500, 50  # of a folder, of a module, of a function
 SMALL = 75  # lines of a module that is worth a file for one importer
 # Smaller ones with one importer, each for a reason that decision 0013 names.
-ALONE = ("api", "checkpoint.load", "data.prepare.flags", "kernels.attention.cached_attention")
+ALONE = ("api", "checkpoint.load", "data.prepare.flags")
 ALONE += ("settings", "train.faults.replicas")
 USERS = ("moejax", "benchmarks", "launch")  # what may import a module
 CORE = ("config", "layout", "comm", "moe", "model", "step", "kernels")  # what a newcomer reads
