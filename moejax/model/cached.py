@@ -22,6 +22,7 @@ from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.adapters import Weight
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import ModelConfig
+from moejax.kernels.attention.cached_attention import KEYS
 from moejax.layout.layout import Layout
 from moejax.model.block import Pattern
 from moejax.model.context import Rows
@@ -51,6 +52,8 @@ def cache_shapes(
         room = positions
         if window is not None and not layout.context:
             room = min(room, window - 1 + chunk)
+        if room > KEYS and not layout.context:  # whole blocks of attention
+            room = -(-room // KEYS) * KEYS
         if cfg.is_latent:
             assert cfg.kv_latent is not None
             entries = [(1, cfg.kv_latent + cfg.rotated_channels)]

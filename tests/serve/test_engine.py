@@ -8,6 +8,7 @@ import pytest
 
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
+from moejax.kernels.attention.cached_attention import KEYS
 from moejax.serve import engine as serve_engine
 from moejax.serve.batch import Batch, Request, generate
 from moejax.serve.engine import LONG, SHORT, no_tokens
@@ -139,7 +140,7 @@ def test_slots_are_rounded_up_to_what_devices_share(slots, mesh, own):
 def test_bytes_of_a_cache_are_those_of_one_device(model, numbers):
     """Of two blocks; 8 slots on two devices of the expert axis, and two of the tensor axis."""
     engine = engine_for(small_config((1, 1, 2, 2), model=model), 8, 5000)
-    assert engine.bytes_beside_weights() == 4 * -(-5000 // SHORT) * SHORT * numbers * 4
+    assert engine.bytes_beside_weights() == 4 * -(-5000 // KEYS) * KEYS * numbers * 4
 
 
 def test_a_layer_with_a_window_keeps_what_a_piece_sees():
@@ -147,6 +148,9 @@ def test_a_layer_with_a_window_keeps_what_a_piece_sees():
     engine = engine_for(small_config(model=WINDOW), 2, 512)
     rooms = {x.shape[2] for x in jax.tree.leaves(engine.empty_cache())}
     assert rooms == {2 + LONG, 512}
+    # Whole blocks of attention: of 599 and 256 places, and of 1,600.
+    engine = engine_for(small_config(model=WINDOW | {"sliding_window": 600}), 2, 1600)
+    assert {x.shape[2] for x in jax.tree.leaves(engine.empty_cache())} == {2 * KEYS, 4 * KEYS}
 
 
 def test_logits_of_all_positions_are_those_of_the_forward_pass_with_adapters_too():
