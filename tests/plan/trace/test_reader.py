@@ -186,7 +186,7 @@ LATENT = {"attention": "latent", "kv_latent": 16, "rope_width": 4}
 
 
 def channels_of(model):
-    """Of a latent, or of keys and values."""
+    """Channels that are sent of a position: of its latent, or of its keys and values."""
     small = small_config().model
     return 16 + 4 if model is LATENT else 2 * small.num_kv_heads * small.head_width
 
