@@ -1,7 +1,7 @@
 """moejax: a JAX trainer for Mixture-of-Experts language models at the speed the network allows.
 
 Read in this order: `config`, `layout`, `comm`, `moe`, `model`, `step`, `train`; `plan` and `aot`
-stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`, `load_model`.
+stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`, `Engine`.
 """
 
 from importlib import import_module
@@ -13,19 +13,19 @@ from moejax.version import __version__ as __version__
 if TYPE_CHECKING:
     from moejax.api import run_training as run_training
     from moejax.checkpoint.load import load_checkpoint as load_checkpoint
-    from moejax.serve.model import load_model as load_model
+    from moejax.serve.engine import Engine as Engine
 
 _LATER = {
     "run_training": "moejax.api",
     "load_checkpoint": "moejax.checkpoint.load",
-    "load_model": "moejax.serve.model",
+    "Engine": "moejax.serve.engine",
 }
 
-__all__ = ["load_checkpoint", "load_config", "load_model", "run_training"]
+__all__ = ["Engine", "load_checkpoint", "load_config", "run_training"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports functions that need JAX when they are first used: other commands start at once."""
+    """Imports what needs JAX when it is first used: other commands start at once."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)

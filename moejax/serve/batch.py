@@ -15,7 +15,7 @@ import numpy as np
 
 from moejax.errors import InputError, RunError
 from moejax.runtime.processes import ALONE, Processes
-from moejax.serve.engine import LIKELIEST, LONG, SHORT, Engine, NewTokens, no_tokens
+from moejax.serve.programs import LIKELIEST, LONG, SHORT, NewTokens, Programs, no_tokens
 from moejax.serve.sampling import GREEDY, NOT_FINITE, Draws, Sampling
 from moejax.step.state import TrainState
 
@@ -89,15 +89,15 @@ class _Text:
 
 
 class Batch:
-    """The texts of an engine's slots, and the requests that wait for one."""
+    """The texts in the slots of programs, and the requests that wait for one."""
 
-    def __init__(self, engine: Engine, state: TrainState, processes: Processes = ALONE):
-        """Takes weights as the engine's functions take them; allocates the cache."""
-        self._engine, self._state, self._processes = engine, state, processes
-        self._cache = engine.empty_cache()
+    def __init__(self, programs: Programs, state: TrainState, processes: Processes = ALONE):
+        """Takes weights as the programs take them; allocates the cache."""
+        self._programs, self._state, self._processes = programs, state, processes
+        self._cache = programs.empty_cache()
         self._waiting: deque[_Text] = deque()
         self._texts: dict[int, _Text] = {}  # of the slots
-        self._free = [list(range(engine.slots)) for _ in range(engine.devices)]
+        self._free = [list(range(programs.slots)) for _ in range(programs.devices)]
         self._next_key = 0
 
     @property
@@ -119,7 +119,7 @@ class Batch:
         if not request.ids:
             raise InputError("prompt has no token. It has at least one. Write a text.")
         # The last token that is drawn is not kept.
-        needed, room = len(request.ids) + max(0, request.tokens - 1), self._engine.positions
+        needed, room = len(request.ids) + max(0, request.tokens - 1), self._programs.positions
         if needed > room:
             raise InputError(
                 f"text would be too long. The prompt has {len(request.ids)} tokens, up to "
@@ -144,7 +144,7 @@ class Batch:
         begun = [text for text in self._texts.values() if not text.waits]
         events = self._run(*self._pieces(prompts)) if prompts else []
         if begun:
-            events += self._run(self._rows_of(begun, self._engine.slots), 1)
+            events += self._run(self._rows_of(begun, self._programs.slots), 1)
         return events
 
     def _admit(self) -> None:
@@ -166,11 +166,11 @@ class Batch:
         """Returns the texts of each device whose prompts go on, and the tokens of a row."""
         longest = max(text.waits for text in prompts)
         length = LONG if longest > 2 * SHORT else SHORT
-        return self._rows_of(prompts, self._engine.rows(self._engine.slots, length)), length
+        return self._rows_of(prompts, self._programs.rows(self._programs.slots, length)), length
 
     def _rows_of(self, texts: list[_Text], most: int) -> list[list[_Text]]:
         """Returns the first texts of each device, in the order in which they were taken up."""
-        rows: list[list[_Text]] = [[] for _ in range(self._engine.devices)]
+        rows: list[list[_Text]] = [[] for _ in range(self._programs.devices)]
         for text in texts:
             if len(rows[text.device]) < most:
                 rows[text.device].append(text)
@@ -178,29 +178,29 @@ class Batch:
 
     def _run(self, texts: list[list[_Text]], length: int) -> list[Event]:
         """Runs the next tokens of texts. Returns their news."""
-        engine = self._engine
-        rows = engine.rows(max(map(len, texts)), length)
-        every = rows == engine.slots
+        programs = self._programs
+        rows = programs.rows(max(map(len, texts)), length)
+        every = rows == programs.slots
         placed = {}
         for device, own in enumerate(texts):
             for place, text in enumerate(own):
                 placed[device * rows + (text.slot if every else place)] = text
         tokens = self._new_tokens(placed, rows, length)
         scored = any(text.request.scored and text.waits for text in placed.values())
-        arguments = [self._state, engine.place(tokens), self._cache]
+        arguments = [self._state, programs.place(tokens), self._cache]
         if scored:
-            next_RT = engine.place(self._next_tokens(placed, tokens))
-            call = engine.score(every)
+            next_RT = programs.place(self._next_tokens(placed, tokens))
+            call = programs.score(every)
             logits, self._cache, scores = self._call(call, *arguments, next_RT)
             self._keep_scores(placed, tokens, jax.device_get(_here(scores)))
         else:
-            logits, self._cache = self._call(engine.extend(every), *arguments)
+            logits, self._cache = self._call(programs.extend(every), *arguments)
         for row, text in placed.items():
             text.cached += int(tokens.count_R[row])
-        return self._draw(placed, logits, rows * engine.devices)
+        return self._draw(placed, logits, rows * programs.devices)
 
     def _new_tokens(self, placed: dict[int, _Text], rows: int, length: int) -> NewTokens:
-        tokens = no_tokens(self._engine, rows, length)
+        tokens = no_tokens(self._programs, rows, length)
         for row, text in placed.items():
             new = text.ids[text.cached : text.cached + length]
             tokens.token_RT[row, : len(new)] = new
@@ -237,8 +237,8 @@ class Batch:
             return events
         rules = [text.request for text in ready.values()]
         likeliest = LIKELIEST if any(rule.likeliest for rule in rules) else 0
-        draws = self._engine.place(_draws(ready, rows))
-        call = self._engine.draw(_kind(rules), likeliest)
+        draws = self._programs.place(_draws(ready, rows))
+        call = self._programs.draw(_kind(rules), likeliest)
         drawn = jax.device_get(_here(self._call(call, logits, draws)))
         for row, text in ready.items():
             id, *found = (x[row] for x in drawn)

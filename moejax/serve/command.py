@@ -14,8 +14,8 @@ from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.screen import screen
 from moejax.serve.batch import Batch, Request, generate
-from moejax.serve.engine import build_engine
 from moejax.serve.placing import check_overrides, place
+from moejax.serve.programs import build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
 from moejax.serve.sampling import Sampling
 from moejax.train.records.summary import check_memory
@@ -159,15 +159,15 @@ def _continue(
 ) -> float:
     """Starts devices, reads the weights, and appends tokens to the texts; returns the seconds."""
     placed = place(chosen, processes)
-    engine = build_engine(
+    programs = build_programs(
         *placed,
         slots=min(len(texts), placed.cfg.train.batch_sequences),
         positions=max(len(text.prompt_ids) for text in texts) + tokens,
         allowed=vocabulary.allowed,
     )
-    beside = engine.bytes_beside_weights()
-    check_memory(engine.train_step, processes, gradients=False, beside=beside)
-    state = engine.take(read_weights(chosen, engine.stored, processes))
+    beside = programs.bytes_beside_weights()
+    check_memory(programs.train_step, processes, gradients=False, beside=beside)
+    state = programs.take(read_weights(chosen, programs.stored, processes))
     begin, shown, first = time.monotonic(), "", texts[0]
     if stream:
         print(first.prompt, end=vocabulary.between, flush=True)
@@ -175,7 +175,7 @@ def _continue(
         Request(text.prompt_ids, tokens, sampling, vocabulary.stops, number)
         for number, text in enumerate(texts)
     ]
-    for number, token in generate(Batch(engine, state, processes), requests):
+    for number, token in generate(Batch(programs, state, processes), requests):
         texts[number].ids.append(token.id)
         text = vocabulary.continuation(first.prompt_ids, first.ids) if stream else ""
         # Bytes of an unfinished character wait for the others.

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from moejax.config.schema import Config, LoraConfig, MeshConfig
-from moejax.serve.engine import Engine, build_engine
+from moejax.serve.programs import Programs, build_programs
 from tests.cases import step_for
 
 
@@ -32,16 +32,16 @@ def random_state(cfg: Config):
 
 
 def on_mesh(state, engine_or_step):
-    """A state on the devices of an engine or a step of weights."""
-    engine = engine_or_step if isinstance(engine_or_step, Engine) else None
-    abstract = (engine.stored if engine else engine_or_step.of_weights()).abstract
+    """A state on the devices of an programs or a step of weights."""
+    programs = engine_or_step if isinstance(engine_or_step, Programs) else None
+    abstract = (programs.stored if programs else engine_or_step.of_weights()).abstract
     state = jax.tree.map(
         lambda x, a: jax.device_put(np.asarray(x, a.dtype), a.sharding), state, abstract
     )
-    return engine.take(state) if engine else state
+    return programs.take(state) if programs else state
 
 
-def engine_for(cfg: Config, slots: int, positions: int) -> Engine:
-    """The engine on the first devices that the mesh asks for."""
+def programs_for(cfg: Config, slots: int, positions: int) -> Programs:
+    """The programs on the first devices that the mesh asks for."""
     mesh, allowed = step_for(cfg).mesh, cfg.model.vocab_size
-    return build_engine(cfg, mesh, "cpu", slots=slots, positions=positions, allowed=allowed)
+    return build_programs(cfg, mesh, "cpu", slots=slots, positions=positions, allowed=allowed)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from moejax.errors import InputError, RunError
 from moejax.runtime.processes import Processes
-from moejax.serve import engine as serve_engine
+from moejax.serve import programs as serve_programs
 from moejax.serve.batch import Batch, Request, generate
 from moejax.serve.sampling import Sampling
 from tests.cases import small_config
-from tests.serve.models import engine_for, on_mesh, random_state
+from tests.serve.models import on_mesh, programs_for, random_state
 
 LATENT = {"attention": "latent", "head_width": 6, "rope_width": 2, "value_width": 4}
 LATENT |= {"kv_latent": 16}
@@ -26,8 +26,8 @@ TOKENS = 6
 def engine_and_state(mesh=(1, 1, 1, 1), slots=4):
     """A random latent model."""
     cfg = small_config(mesh, model=LATENT)
-    engine = engine_for(cfg, slots, 64)
-    return engine, on_mesh(random_state(cfg), engine)
+    programs = programs_for(cfg, slots, 64)
+    return programs, on_mesh(random_state(cfg), programs)
 
 
 def requests_of(prompts, sampling=None, tokens=TOKENS, stops=()):
@@ -38,9 +38,9 @@ def requests_of(prompts, sampling=None, tokens=TOKENS, stops=()):
     ]
 
 
-def texts(engine, state, requests):
+def texts(programs, state, requests):
     found = [[] for _ in requests]
-    for number, token in generate(Batch(engine, state), requests):
+    for number, token in generate(Batch(programs, state), requests):
         found[number].append(token.id)
     return found
 
@@ -51,35 +51,35 @@ def greedy():
 
 
 def test_prompts_of_different_lengths_are_continued_as_each_alone():
-    engine, state = engine_and_state()
+    programs, state = engine_and_state()
     together = greedy()
     assert [len(ids) for ids in together] == [TOKENS] * 4
-    assert [texts(engine, state, requests_of([prompt]))[0] for prompt in PROMPTS] == together
+    assert [texts(programs, state, requests_of([prompt]))[0] for prompt in PROMPTS] == together
     # More prompts than slots: a free slot takes the next one.
-    assert texts(engine, state, requests_of(PROMPTS + PROMPTS[:2])) == together + together[:2]
+    assert texts(programs, state, requests_of(PROMPTS + PROMPTS[:2])) == together + together[:2]
 
 
 def test_a_text_ends_at_a_stop_and_the_others_go_on():
-    engine, state = engine_and_state()
+    programs, state = engine_and_state()
     together = greedy()
     stop = together[0][2]
     cut = [ids[: ids.index(stop)] if stop in ids else ids for ids in together]
     assert len(cut[0]) <= 2
-    assert texts(engine, state, requests_of(PROMPTS, stops=[stop])) == cut
+    assert texts(programs, state, requests_of(PROMPTS, stops=[stop])) == cut
     every = {ids[0] for ids in together}
-    assert texts(engine, state, requests_of(PROMPTS, stops=every)) == [[]] * 4
-    assert texts(engine, state, requests_of(PROMPTS, tokens=1)) == [ids[:1] for ids in together]
+    assert texts(programs, state, requests_of(PROMPTS, stops=every)) == [[]] * 4
+    assert texts(programs, state, requests_of(PROMPTS, tokens=1)) == [ids[:1] for ids in together]
 
 
 def test_a_seed_decides_the_texts():
-    engine, state = engine_and_state()
+    programs, state = engine_and_state()
     drawn = functools.partial(requests_of, sampling=Sampling(1.0, seed=5))
-    found = texts(engine, state, drawn(PROMPTS))
-    assert texts(engine, state, drawn(PROMPTS)) == found
-    assert texts(engine, state, requests_of(PROMPTS, Sampling(1.0, seed=6))) != found
-    assert texts(engine, state, drawn(PROMPTS[:1])) == found[:1]
+    found = texts(programs, state, drawn(PROMPTS))
+    assert texts(programs, state, drawn(PROMPTS)) == found
+    assert texts(programs, state, requests_of(PROMPTS, Sampling(1.0, seed=6))) != found
+    assert texts(programs, state, drawn(PROMPTS[:1])) == found[:1]
     assert greedy() != found
-    both = texts(engine, state, drawn(PROMPTS + PROMPTS))
+    both = texts(programs, state, drawn(PROMPTS + PROMPTS))
     assert both[:4] == found
     assert all(one != other for one, other in zip(both[4:], found, strict=True))
 
@@ -93,8 +93,8 @@ def test_a_seed_decides_the_texts_on_any_mesh():
 
 def test_a_request_waits_for_a_free_slot_and_not_for_the_end_of_all():
     """Two slots, a long text and three short ones, which follow each other in the other slot."""
-    engine, state = engine_and_state(slots=2)
-    batch = Batch(engine, state)
+    programs, state = engine_and_state(slots=2)
+    batch = Batch(programs, state)
     long = batch.submit(Request([1, 2, 3], 30))
     short = [batch.submit(Request([n], 3)) for n in range(4, 7)]
     ended = []
@@ -108,16 +108,16 @@ def test_a_prompt_in_pieces_lets_others_grow_between_them(monkeypatch):
     """A text that has begun gets a token at every step while a prompt of five pieces enters."""
     for name in ("SHORT", "LONG"):
         monkeypatch.setattr(f"moejax.serve.batch.{name}", 8)
-        monkeypatch.setattr(serve_engine, name, 8)
-    engine, state = engine_and_state()
-    batch = Batch(engine, state)
+        monkeypatch.setattr(serve_programs, name, 8)
+    programs, state = engine_and_state()
+    batch = Batch(programs, state)
     first = batch.submit(Request([3], 20))
     batch.step()
     prompt = (np.arange(40) % 50).tolist()
     second = batch.submit(Request(prompt, 4))
     news = [batch.step() for _ in range(5)]
     assert [[event.key for event in events] for events in news] == [[first]] * 4 + [[second, first]]
-    whole = texts(engine, state, [Request(prompt, 4)])
+    whole = texts(programs, state, [Request(prompt, 4)])
     found = [token.id for event in news[-1] if event.key == second for token in event.tokens]
     while batch.running:
         found += [t.id for event in batch.step() if event.key == second for t in event.tokens]
@@ -126,9 +126,9 @@ def test_a_prompt_in_pieces_lets_others_grow_between_them(monkeypatch):
 
 def test_chances_are_those_of_the_logits():
     """Of prompt and continuation, by the forward pass without a cache."""
-    engine, state = engine_and_state()
+    programs, state = engine_and_state()
     prompt = PROMPTS[1]
-    batch = Batch(engine, state)
+    batch = Batch(programs, state)
     key = batch.submit(Request(prompt, 3, likeliest=4, scored=True))
     batch.submit(Request([9], 3))
     found = []
@@ -137,9 +137,10 @@ def test_chances_are_those_of_the_logits():
             found += [*event.scored, *event.tokens] if event.key == key else []
     ids = prompt + [token.id for token in found[len(prompt) - 1 :]]
     assert [token.id for token in found] == ids[1:]
-    token_BT = np.zeros(engine.train_step.batch_shape, np.int32)
+    token_BT = np.zeros(programs.train_step.batch_shape, np.int32)
     token_BT[0, : len(ids)] = ids
-    logit_TV = np.asarray(engine.logits(state, engine.place_batch(token_BT)))[0].astype(np.float64)
+    logit_BTV = programs.logits(state, programs.place_batch(token_BT))
+    logit_TV = np.asarray(logit_BTV)[0].astype(np.float64)
     log_TV = logit_TV - np.log(np.exp(logit_TV).sum(-1, keepdims=True))
     for place, token in enumerate(found):
         log_V = log_TV[place]
@@ -150,8 +151,8 @@ def test_chances_are_those_of_the_logits():
 
 
 def test_a_prompt_is_scored_without_a_token_behind_it():
-    engine, state = engine_and_state()
-    batch = Batch(engine, state)
+    programs, state = engine_and_state()
+    batch = Batch(programs, state)
     batch.submit(Request([1, 2, 3], 0, scored=True))
     (event,) = batch.step()
     assert (event.ended, event.tokens, len(event.scored)) == ("length", (), 2)
@@ -160,14 +161,14 @@ def test_a_prompt_is_scored_without_a_token_behind_it():
 
 def test_a_text_that_no_slot_holds_is_refused():
     """64 positions; the last token that is drawn needs none."""
-    engine, state = engine_and_state()
-    batch = Batch(engine, state)
+    programs, state = engine_and_state()
+    batch = Batch(programs, state)
     for ids, tokens in (([], 3), ([1] * 65, 0), ([1] * 64, 2), ([1], 65)):
         with pytest.raises(InputError, match=r"no token|too long"):
             batch.submit(Request(ids, tokens))
     assert batch.waiting == 0
-    assert len(texts(engine, state, [Request([1] * 63, 2)])[0]) == 2
-    assert len(texts(engine, state, [Request([1], 64)])[0]) == 64
+    assert len(texts(programs, state, [Request([1] * 63, 2)])[0]) == 2
+    assert len(texts(programs, state, [Request([1], 64)])[0]) == 64
 
 
 EVENTS = st.lists(
@@ -185,8 +186,8 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_a_text_is_the_same_whatever_comes_and_goes(events):
     """Requests are made and given up at any time; every text that ends is as it is alone."""
-    engine, state = engine_and_state(slots=2)
-    batch, keys, found, gone, ended = Batch(engine, state), [], {}, set(), set()
+    programs, state = engine_and_state(slots=2)
+    batch, keys, found, gone, ended = Batch(programs, state), [], {}, set(), set()
 
     def step():
         for event in batch.step():
@@ -219,19 +220,20 @@ def alone(prompt):
 
 def test_several_processes_compile_a_function_before_it_is_called(monkeypatch):
     """One that compiles while the others are in a collective lets them wait."""
-    engine, state = engine_and_state()
+    programs, state = engine_and_state()
     monkeypatch.setattr(Processes, "gather", lambda self, value: [value] * self.count)
     processes = Processes(0, 2)
-    found = [token.id for _, token in generate(Batch(engine, state, processes), requests_of([[5]]))]
+    batch = Batch(programs, state, processes)
+    found = [token.id for _, token in generate(batch, requests_of([[5]]))]
     assert found == greedy()[0]
     assert set(processes._compiled) == {
-        engine.extend(False),
-        engine.draw("greedy", 0),
+        programs.extend(False),
+        programs.draw("greedy", 0),
     }
 
 
 def test_logits_that_are_not_finite_are_told():
-    engine, state = engine_and_state()
+    programs, state = engine_and_state()
     broken = state._replace(params=jax.tree.map(lambda x: x * np.float32(np.nan), state.params))
     with pytest.raises(RunError, match=r"logits are not finite\. They continue prompt 0"):
-        texts(engine, broken, requests_of(PROMPTS[:1]))
+        texts(programs, broken, requests_of(PROMPTS[:1]))

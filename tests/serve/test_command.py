@@ -107,7 +107,7 @@ def test_texts_longer_than_those_of_training_are_warned_about(run, capsys, tmp_p
     shutil.copytree(copy / "3", copy / "5")
     (copy / "5/manifest.json").write_text("{")
     with pytest.warns(UserWarning, match=r"checkpoints/5"):
-        model = moejax.load_model(tmp_path / "run")
+        model = moejax.Engine(tmp_path / "run")
     assert model.step == 3
     with pytest.warns(UserWarning, match=f"^{longer}"):
         assert model.generate("x" * 14, tokens=5) == [text["text"]]

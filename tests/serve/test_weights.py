@@ -10,7 +10,7 @@ from moejax.config.schema import LoraConfig
 from moejax.serve.weights import separate, targets_apart
 from moejax.step.adapters import full_name
 from tests.cases import CERTAIN, small_config
-from tests.serve.models import engine_for, on_mesh, random_state
+from tests.serve.models import on_mesh, programs_for, random_state
 
 LAYERS = {"num_layers": 3, "first_dense_layers": 1, "dtype": "bfloat16"}  # groups of 1 and 2
 ROUTER = "groups.1.blocks.0.moe.w_router"
@@ -26,12 +26,12 @@ def by_name(tree):
 def test_layers_are_apart_and_frozen_matrices_in_the_dtype_of_their_products(targets):
     cfg = small_config(model=LAYERS, moe=CERTAIN)
     cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=targets))
-    engine = engine_for(cfg, 1, 2)
+    programs = programs_for(cfg, 1, 2)
     drawn = random_state(cfg)
-    abstract = engine.stored.abstract
-    whole = on_mesh(drawn, engine.stored)
+    abstract = programs.stored.abstract
+    whole = on_mesh(drawn, programs.stored)
     given = by_name(whole.frozen)
-    apart = separate(whole, engine.stored)
+    apart = separate(whole, programs.stored)
     for part in ("params", "frozen"):
         wanted = by_name(getattr(drawn, part))
         found = by_name(getattr(apart, part))
@@ -55,10 +55,10 @@ def test_layers_are_apart_and_frozen_matrices_in_the_dtype_of_their_products(tar
 def test_targets_name_each_layer_of_a_group():
     lora = LoraConfig(rank=2, targets=("groups.1.*.w_q", "embedding.*"))
     cfg = dataclasses.replace(small_config(model=LAYERS, moe=CERTAIN), lora=lora)
-    assert set(targets_apart(engine_for(cfg, 1, 2).stored)) == {
+    assert set(targets_apart(programs_for(cfg, 1, 2).stored)) == {
         "embedding.table",
         "groups.1.blocks.0.attention.w_q",
         "groups.2.blocks.0.attention.w_q",
     }
     whole = dataclasses.replace(cfg, lora=LoraConfig())
-    assert targets_apart(engine_for(whole, 1, 2).stored) is None
+    assert targets_apart(programs_for(whole, 1, 2).stored) is None

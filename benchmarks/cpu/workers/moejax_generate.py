@@ -1,4 +1,4 @@
-"""The moejax side of `generate.py`: the engine of `moejax generate`, on one device."""
+"""The moejax side of `generate.py`: the programs of `moejax generate`, on one device."""
 
 import os
 import platform
@@ -18,11 +18,11 @@ from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import ALONE
 from moejax.runtime.start import platform_of, start
 from moejax.serve.batch import Batch, Request, generate
-from moejax.serve.engine import Engine, build_engine
+from moejax.serve.programs import Programs, build_programs
 
 
 class MoejaxSide:
-    """A checkpoint's weights, and an engine for each number of prompts."""
+    """A checkpoint's weights, and an programs for each number of prompts."""
 
     def __init__(self, request: dict[str, Any]):
         chosen = choose(request["run"], None, request["overrides"], ALONE, FORWARD)
@@ -34,10 +34,10 @@ class MoejaxSide:
         self.mesh = build_mesh(build_layout(self.cfg.mesh), devices)
         self.longest = max(map(len, request["prompts"]))
         self.tokens = request["tokens"]
-        self.engines = {rows: self._engine(rows) for rows in request["rows"]}
-        engine = next(iter(self.engines.values()))
-        state = engine.take(read_weights(chosen, engine.stored))
-        self.batches = {rows: Batch(engine, state) for rows, engine in self.engines.items()}
+        self.engines = {rows: self._programs(rows) for rows in request["rows"]}
+        programs = next(iter(self.engines.values()))
+        state = programs.take(read_weights(chosen, programs.stored))
+        self.batches = {rows: Batch(programs, state) for rows, programs in self.engines.items()}
         self.facts = _facts(self.engines[request["rows"][0]])
 
     def generate(
@@ -56,8 +56,8 @@ class MoejaxSide:
         """Not offered: the implementation is a setting, moe.implementation."""
         raise ValueError(f"experts {name}: set moe.implementation={name} instead.")
 
-    def _engine(self, rows: int) -> Engine:
-        return build_engine(
+    def _programs(self, rows: int) -> Programs:
+        return build_programs(
             self.cfg,
             self.mesh,
             self.platform,
@@ -67,8 +67,8 @@ class MoejaxSide:
         )
 
 
-def _facts(engine: Engine) -> dict[str, Any]:
-    spec = engine.train_step.spec
+def _facts(programs: Programs) -> dict[str, Any]:
+    spec = programs.train_step.spec
     return {
         "versions": {
             "moejax": moejax.__version__,
@@ -79,8 +79,8 @@ def _facts(engine: Engine) -> dict[str, Any]:
         },
         "settings": {
             "experts": spec.experts,
-            "dtype": engine.train_step.cfg.model.dtype,
-            "cache_positions": engine.positions,
+            "dtype": programs.train_step.cfg.model.dtype,
+            "cache_positions": programs.positions,
             "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
         },
     }

@@ -1,0 +1,288 @@
+"""The compiled functions of generation: new tokens behind cached ones, their scores, a draw.
+
+Each is one `jax.shard_map` over the whole mesh, sharded as training is: slots of the cache and rows
+of new tokens over the token axes, and over tensor the heads, in the cache too. Devices that share
+sequences have a part of the cache of all their slots. Legend: R rows, T new tokens of each, V
+vocabulary.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import context, wire
+from moejax.comm.cpu import gloo
+from moejax.config.schema import Config
+from moejax.layout.layout import Layout, build_layout
+from moejax.model import cached
+from moejax.model.context import Rows
+from moejax.serve.sampling import Drawn, Draws, draw, log_chances
+from moejax.serve.weights import separate, targets_apart
+from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep, build_step, local_bytes
+
+SHORT, LONG = 64, 256  # tokens of a row of a prompt in one call
+CALL_TOKENS = 512  # most tokens of a device in one call, if a row has no more
+STRIPE = 32  # positions side by side of a cache that devices share
+LIKELIEST = 20  # tokens whose chances are reported, where they are asked for
+
+
+class NewTokens(NamedTuple):
+    """Rows of new tokens, as many for each device; arrays of all devices."""
+
+    token_RT: Any  # padded at the end
+    slot_R: Any  # slot of the row, counted on its device
+    start_R: Any  # position of its first token
+    count_R: Any  # its tokens; 0: none
+
+
+class Scores(NamedTuple):
+    """Log chances of given tokens, and the likeliest tokens with theirs, in order."""
+
+    logprob_RT: Any
+    likeliest_RTN: Any
+    logprob_RTN: Any
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The compiled functions for a number of slots.
+
+    Attributes:
+      stored: for weights as a checkpoint has them.
+      train_step: for weights with each layer apart; its batch has a row for each slot.
+      slots: of each device.
+      positions: of a slot.
+      allowed: ids from this one on are never drawn.
+    """
+
+    stored: TrainStep
+    train_step: TrainStep
+    slots: int
+    positions: int
+    allowed: int
+    _made: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, or groups of tensor ranks, that have slots of their own."""
+        return self._layout.size(self._layout.token_axes)
+
+    def rows(self, wanted: int, length: int) -> int:
+        """Returns the rows of a device, of `length` tokens, in the program for `wanted` rows.
+
+        They are 1, 4, 16 and so on, or as many as there may be, so that programs are few.
+        """
+        most = self.slots if length == 1 else max(1, min(self.slots, CALL_TOKENS // length))
+        step, rows = self._layout.size(self._layout.tensor) if length == 1 else 1, 1
+        while rows < wanted:
+            rows *= 4
+        return min(-(-rows // step) * step, most)
+
+    def extend(self, every: bool) -> Any:
+        """The jitted (state, tokens, cache) -> logits behind each row, and the cache, donated.
+
+        Args:
+          every: whether row r of a device has slot r, for every slot.
+        """
+
+        def body(state: TrainState, tokens: NewTokens, cache: cached.Cache) -> Any:
+            x_RTD, w_Dv, transformer, cache = self._run(state, tokens, cache, every)
+            return _last_logits(transformer, x_RTD, w_Dv, tokens), cache
+
+        specs = (self._states, self._rows, self._cache_spec)
+        return self._program(
+            ("extend", every), body, specs, (self._rows, self._cache_spec), donate_argnums=2
+        )
+
+    def score(self, every: bool) -> Any:
+        """As `extend`; takes another array, the tokens that are behind, and returns their scores.
+
+        Scores are on all devices.
+        """
+
+        def body(state: TrainState, tokens: NewTokens, cache: cached.Cache, next_RT: Any) -> Any:
+            x_RTD, w_Dv, transformer, cache = self._run(state, tokens, cache, every)
+            logit_RV = _last_logits(transformer, x_RTD, w_Dv, tokens)
+
+            def of_tokens(arrays: tuple[jax.Array, jax.Array]) -> Scores:
+                x_ND, next_N = arrays
+                logit_NV = cached.whole_logits(transformer, x_ND, w_Dv)
+                found = log_chances(logit_NV, next_N, allowed=self.allowed, likeliest=LIKELIEST)
+                return Scores(*found)
+
+            # A position of all rows at a time, so that few logits are held.
+            scores = jax.lax.map(of_tokens, (x_RTD.swapaxes(0, 1), next_RT.T))
+            scores = jax.tree.map(lambda x: x.swapaxes(0, 1), scores)
+            return logit_RV, cache, self._on_all(scores)
+
+        specs = (self._states, self._rows, self._cache_spec, self._rows)
+        out = (self._rows, self._cache_spec, P())
+        return self._program(("score", every), body, specs, out, donate_argnums=2)
+
+    def draw(self, kind: str, likeliest: int) -> Any:
+        """The jitted (logits, draws) -> tokens on all devices; see `sampling.draw`."""
+
+        def body(logit_RV: jax.Array, draws: Draws) -> Drawn:
+            form = {"kind": kind, "allowed": self.allowed, "likeliest": likeliest}
+            return self._on_all(draw(logit_RV, draws, **form))
+
+        return self._program(("draw", kind, likeliest), body, (self._rows, self._rows), P())
+
+    @cached_property
+    def logits(self) -> Any:
+        """The jitted (state, token_BT) -> logit_BTV of every position, float32, without a cache."""
+        model = self.train_step.plain.model
+
+        def body(state: TrainState, token_BT: jax.Array) -> jax.Array:
+            transformer = model.merge(state.params, state.router_bias, state.frozen)
+            x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
+            logit_NV = cached.whole_logits(transformer, x_BTD.reshape(-1, x_BTD.shape[2]), w_Dv)
+            return context.gather(logit_NV.reshape(*x_BTD.shape[:2], -1), self._layout)
+
+        batch = self._layout.token_spec()
+        return self._program("logits", body, (self._states, batch), batch)
+
+    def take(self, state: TrainState) -> TrainState:
+        """Returns a state of `stored` as the functions take it; deletes its arrays."""
+        return separate(state, self.stored)
+
+    def place(self, arrays: Any) -> Any:
+        """Puts NumPy arrays, whose rows come first, onto the mesh."""
+        return jax.tree.map(partial(self._put, spec=self._rows), arrays)
+
+    def place_batch(self, token_BT: np.ndarray) -> jax.Array:
+        """Puts sequences for `logits` onto the mesh."""
+        return self._put(token_BT, self._layout.token_spec())
+
+    def _put(self, array: np.ndarray, spec: P) -> jax.Array:
+        sharding = NamedSharding(self.train_step.mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    @cached_property
+    def empty_cache(self) -> Any:
+        """The jitted () -> a cache on the devices."""
+        shapes = self._cache_shapes
+
+        def zeros() -> cached.Cache:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        sharding = NamedSharding(self.train_step.mesh, self._cache_spec)
+        return jax.jit(zeros, out_shardings=sharding)
+
+    def bytes_beside_weights(self) -> int:
+        """Returns the bytes that a device holds beside the weights.
+
+        They are the cache, or before it the largest stack of layers, from which parts are cut.
+        """
+        stacks = (self.stored.abstract.params, self.stored.abstract.frozen)
+        largest = max(map(local_bytes, jax.tree.leaves(stacks)))
+        cfg = self.train_step.cfg.model
+        return max(cached.cache_bytes(self._cache_shapes, cfg, self._layout), largest)
+
+    def _run(self, state: TrainState, tokens: NewTokens, cache: cached.Cache, every: bool) -> Any:
+        """Returns hidden states, the output projection, the model and the cache."""
+        transformer = self.train_step.plain.model.merge(
+            state.params, state.router_bias, state.frozen
+        )
+        rows = Rows(tokens.slot_R, tokens.start_R, tokens.count_R, tokens.token_RT.shape[1], every)
+        x_RTD, cache = cached.extend(transformer, tokens.token_RT, rows, cache)
+        return x_RTD, transformer.embedding.weights()[1], transformer, cache
+
+    def _on_all(self, arrays: Any) -> Any:
+        """Gathers rows over the devices."""
+        gather = partial(wire.all_gather, axes=self._layout.token_axes, dim=0)
+        return jax.tree.map(gather, arrays)
+
+    @property
+    def _cache_shapes(self) -> cached.Cache:
+        return cached.cache_shapes(
+            self.train_step.cfg.model,
+            self._layout,
+            slots=self.slots * self.devices,
+            positions=self.positions,
+            chunk=LONG if self.positions > SHORT else SHORT,
+        )
+
+    @property
+    def _layout(self) -> Layout:
+        return self.train_step.layout
+
+    @property
+    def _states(self) -> TrainState:
+        return jax.tree.map(lambda x: x.sharding.spec, self.train_step.abstract)
+
+    @property
+    def _rows(self) -> P:
+        """Sharding of rows."""
+        return P(self._layout.token_axes)
+
+    @property
+    def _cache_spec(self) -> P:
+        return cached.cache_spec(self.train_step.cfg.model, self._layout)
+
+    def _program(self, key: Any, body: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+        """Maps per-device code over the mesh; returns the same function for the same key."""
+        if key not in self._made:
+            mapped = gloo.shard_map(body, self.train_step.mesh, in_specs, out_specs)
+            compiler_options = self.train_step.options or None
+            self._made[key] = jax.jit(mapped, compiler_options=compiler_options, **options)
+        return self._made[key]
+
+
+def _last_logits(transformer: Any, x_RTD: jax.Array, w_Dv: Any, tokens: NewTokens) -> jax.Array:
+    """Returns the logits [R, V] of the token behind each row."""
+    last_R11 = jnp.maximum(tokens.count_R - 1, 0)[:, None, None]
+    x_RD = jnp.take_along_axis(x_RTD, last_R11, axis=1)[:, 0]
+    return cached.whole_logits(transformer, x_RD, w_Dv)
+
+
+def build_programs(
+    cfg: Config, mesh: Mesh, platform: str, *, slots: int, positions: int, allowed: int
+) -> Programs:
+    """Describes the functions; allocates nothing.
+
+    Args:
+      cfg: config of a run, with its mesh resolved.
+      slots: texts that are continued at a time, on all devices; rounded up to what they share.
+      positions: the most of a text, its prompt included; rounded up.
+    """
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context_stripe=STRIPE))
+    layout = build_layout(cfg.mesh)
+    tensor, devices = layout.size(layout.tensor), layout.size(layout.token_axes)
+    own = _rounded_up(-(-slots // devices), tensor)
+    pair = 2 * STRIPE * layout.size(layout.context) if layout.context else 1
+    positions = _rounded_up(positions, math.lcm(SHORT, pair, tensor))
+    cfg = dataclasses.replace(
+        cfg,
+        # Dropless, so that no text depends on the others.
+        moe=dataclasses.replace(cfg.moe, capacity_factor=None),
+        data=dataclasses.replace(cfg.data, sequence_length=positions),
+        train=dataclasses.replace(cfg.train, batch_sequences=own * devices, micro_batches=1),
+    )
+    dtype = cfg.model.dtype
+    stored = build_step(cfg, mesh, platform).of_weights(dtype)
+    lora = dataclasses.replace(cfg.lora, base_dtype=dtype, targets=targets_apart(stored))
+    cfg = dataclasses.replace(cfg, lora=lora)
+    apart = build_step(cfg, mesh, platform, stacked=False).of_weights(dtype)
+    return Programs(stored, apart, own, positions, allowed)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def no_tokens(programs: Programs, rows: int, length: int) -> NewTokens:
+    """Returns NumPy arrays of rows without tokens; `rows` of each device."""
+    total = rows * programs.devices
+    slot_R = np.tile(np.arange(rows, dtype=np.int32), programs.devices)
+    token_RT = np.zeros((total, length), np.int32)
+    return NewTokens(token_RT, slot_R, np.zeros(total, np.int32), np.zeros(total, np.int32))
