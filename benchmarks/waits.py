@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.comm.cpu.exchange import compile_library
 from moejax.moe import dispatch
+from moejax.runtime.program_cache import compile_library
 
 NAMES = ("wait_keeps", "wait_frees", "wait_rows")
 BACKWARD = 2.0  # the experts' backward pass over their forward pass

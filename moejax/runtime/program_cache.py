@@ -1,10 +1,19 @@
-"""Keeps compiled programs in the user's cache directory: a second start need not compile."""
+"""Keeps compiled programs in the user's cache directory: a second start need not compile.
 
+They are JAX's programs, and libraries of foreign functions in C++, which they call.
+"""
+
+import contextlib
+import ctypes
 import hashlib
 import os
 import platform
+import shutil
+import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +22,7 @@ import jax
 from moejax.runtime.patches import keep_program, keep_programs_by
 
 MAX_BYTES = 8 << 30  # then JAX removes the least recently used programs
+FLAGS = ("-w", "-shared", "-fPIC", "-std=c++17", "-pthread")
 MIN_COMPILE_S = 0.1  # JAX's own is a second, but a start has many small programs
 
 
@@ -85,3 +95,67 @@ def _kind_of_processor() -> str:
         lines = [platform.machine(), platform.processor()]
     kept = {line for line in lines if line.startswith(("model name", "flags", "CPU", "Features"))}
     return hashlib.sha256("\n".join(sorted(kept or lines)).encode()).hexdigest()[:16]
+
+
+class LibraryError(Exception):
+    """A library of foreign functions that cannot be compiled or loaded."""
+
+
+def load_library(source: Path, names: Iterable[str], *flags: str) -> ctypes.CDLL:
+    """Loads a library from the user's cache; compiles it if it is not there or does not load.
+
+    Without a home directory it is compiled at each start.
+
+    Args:
+      source: its C++.
+      names: functions that it must have.
+      flags: of the compiler; -O2 if there are none.
+    Raises:
+      LibraryError: if it cannot be compiled or loaded.
+    """
+    made_of = f"{jax.__version__} {platform.machine()} {_kind_of_processor()} {flags}"
+    digest = hashlib.sha256(source.read_bytes() + made_of.encode()).hexdigest()[:16]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = (user_cache() or Path(folder)) / f"{source.stem}-{digest}.so"
+        with contextlib.suppress(OSError, AttributeError):  # another system's, or damaged
+            return _open(path, names)
+        if (reason := compile_library(source, path, *flags)) is not None:
+            raise LibraryError(reason)
+        try:
+            return _open(path, names)
+        except (OSError, AttributeError) as error:
+            raise LibraryError(f"the library cannot be loaded: {error}") from error
+
+
+def _open(path: Path, names: Iterable[str]) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name in names:
+        getattr(library, name)
+    return library
+
+
+def compile_library(source: Path, library: Path, *flags: str) -> str | None:
+    """Compiles a library of foreign functions. Returns the error, or None."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "there is no C++ compiler (g++)"
+    command = [compiler, *(flags or ("-O2",)), *FLAGS]
+    command += [f"-I{jax.ffi.include_dir()}", str(source), "-o"]
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            built = Path(folder) / library.name
+            subprocess.run(
+                [*command, str(built)],
+                check=True,
+                capture_output=True,
+                text=True,
+                errors="replace",  # compilers may write in another encoding
+            )
+            built.replace(library)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"]
+        return f"g++ failed: {said[0]}"
+    except OSError as error:
+        return f"{error.filename or library.parent}: {error.strerror}"
+    return None

@@ -10,13 +10,8 @@ collectives.
 import contextlib
 import ctypes
 import functools
-import hashlib
-import platform
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from moejax.comm.cpu.peers import NotConnectedError, connect_all
-from moejax.runtime.program_cache import user_cache
+from moejax.runtime import program_cache
 
 SOURCE = Path(__file__).with_name("exchange.cc")
 CALLS = (
@@ -275,63 +270,20 @@ def disconnect() -> None:
 
 @functools.cache
 def _library() -> Any:
-    return load_library()
-
-
-def load_library() -> Any:
-    """Loads the library from the user's cache; compiles it if it is not there or does not load.
-
-    Without a home directory it is compiled at each start.
-
-    Raises:
-      NotConnectedError: if it cannot be compiled or loaded.
-    """
-    made_of = SOURCE.read_bytes() + f"{jax.__version__} {platform.machine()}".encode()
-    name = f"exchange-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        path = (user_cache() or Path(folder)) / name
-        with contextlib.suppress(OSError, AttributeError):  # another system's, or damaged
-            return _open(path)
-        if (reason := compile_library(SOURCE, path)) is not None:
-            raise NotConnectedError(reason)
-        try:
-            return _open(path)
-        except (OSError, AttributeError) as error:
-            raise NotConnectedError(f"the library cannot be loaded: {error}") from error
-
-
-def _open(path: Path) -> Any:
-    library = ctypes.CDLL(str(path))
-    for name in CALLS:
-        getattr(library, name)
+    library = load_library()
     for tells in (library.moejax_device, library.moejax_connect):
         tells.restype = ctypes.c_char_p  # the error
     library.moejax_sent.restype = ctypes.c_uint64
     return library
 
 
-def compile_library(source: Path, library: Path) -> str | None:
-    """Compiles a library of foreign functions. Returns the error, or None."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        return "there is no C++ compiler (g++)"
-    command = [compiler, "-O2", "-w", "-shared", "-fPIC", "-std=c++17", "-pthread"]
-    command += [f"-I{jax.ffi.include_dir()}", str(source), "-o"]
+def load_library() -> Any:
+    """Loads the library of `exchange.cc`.
+
+    Raises:
+      NotConnectedError: if it cannot be compiled or loaded.
+    """
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder) / library.name
-            subprocess.run(
-                [*command, str(built)],
-                check=True,
-                capture_output=True,
-                text=True,
-                errors="replace",  # compilers may write in another encoding
-            )
-            built.replace(library)
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"]
-        return f"g++ failed: {said[0]}"
-    except OSError as error:
-        return f"{error.filename or library.parent}: {error.strerror}"
-    return None
+        return program_cache.load_library(SOURCE, CALLS)
+    except program_cache.LibraryError as error:
+        raise NotConnectedError(str(error)) from error

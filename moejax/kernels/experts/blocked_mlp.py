@@ -20,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.kernels.costs import jitted
+from moejax.kernels.experts import few_rows
 from moejax.kernels.experts.activation import activate, row_dots
 from moejax.kernels.experts.expert_weights import (
     ExpertWeights,
@@ -29,15 +30,14 @@ from moejax.kernels.experts.expert_weights import (
     times_transposed,
     weight_gradients,
 )
+from moejax.kernels.experts.few_rows import multiply_few_rows
+from moejax.kernels.experts.grouped_matmul import add_bias
 from moejax.kernels.kept import GATE_AND_UP
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
-# A forward pass without gradients that has at most this many rows a group runs in blocks of this
-# size, and reads weights in pieces that fit into a core's cache.
-FEW_ROWS = 8
-PIECE_BYTES = 2**20
+FEW_ROWS = 8  # most rows a group, on average, of which reading the weights takes most of the time
 
 
 class MlpForm(NamedTuple):
@@ -124,60 +124,29 @@ def blocked_mlp(
 
 
 def _only_forward(x_MD, weights, sizes_G, *, limit):
-    if x_MD.shape[0] <= FEW_ROWS * sizes_G.shape[0]:
-        return _few_rows(x_MD, weights, sizes_G, limit)
-    return _compute_rows(x_MD, weights, sizes_G, None, limit)[0]
+    def by_blocks():
+        return _compute_rows(x_MD, weights, sizes_G, None, limit)[0]
+
+    few = x_MD.shape[0] <= FEW_ROWS * sizes_G.shape[0]
+    if not (few and few_rows.takes(x_MD, weights.w_out)):
+        return by_blocks()
+    read_once = partial(_few_rows, x_MD, weights, sizes_G, limit)
+    return lax.platform_dependent(cpu=read_once, default=by_blocks)
 
 
 def _few_rows(x_MD: jax.Array, weights: ExpertWeights, sizes_G: jax.Array, limit) -> jax.Array:
-    """The forward pass of so few rows that reading the weights takes longer than the products.
+    """The forward pass of so few rows that reading the weights takes longer than the products."""
+    weights = flat(weights)
 
-    Weights of a group without rows are not read. Other weights are read in pieces that stay in
-    a core's cache: XLA copies an array that a loop slices.
-    """
-    M, ends_G, weights = x_MD.shape[0], jnp.cumsum(sizes_G), flat(weights)
-    x_MD = jnp.pad(x_MD, ((0, FEW_ROWS), (0, 0)))
+    def multiply(x_MX, w_GXY, adapter: Factors | None, bias_GY):
+        y_MY = multiply_few_rows(x_MX, w_GXY, sizes_G)
+        if adapter is not None:
+            z_MA = multiply_few_rows(x_MX, adapter.a, sizes_G)
+            y_MY += multiply_few_rows(z_MA, adapter.b, sizes_G)
+        return y_MY if bias_GY is None else add_bias(y_MY, bias_GY, sizes_G)
 
-    def advance(state):
-        start, y_MD = state
-        group = jnp.sum(ends_G <= start, dtype=jnp.int32)
-        block = RowBlock(start, start + jnp.arange(FEW_ROWS) < ends_G[group])
-        b_in, b_out = (None if b is None else b[group] for b in weights[2:4])
-        h_BW = _few_times(block.rows(x_MD), weights.w_in, weights.in_adapter, group)
-        h_BW = block.biased(h_BW, b_in)
-        y_BD = _few_times(activate(h_BW, limit), weights.w_out, weights.out_adapter, group)
-        y_MD = block.write(y_MD, block.biased(y_BD, b_out))
-        return jnp.minimum(start + FEW_ROWS, ends_G[group]), y_MD
-
-    first = (jnp.int32(0), jnp.zeros_like(x_MD))
-    return lax.while_loop(lambda state: state[0] < ends_G[-1], advance, first)[1][:M]
-
-
-def _few_times(x_BX, w_GXY, adapter: Factors | None, group: jax.Array) -> jax.Array:
-    """`_times` by the weights of a group, in pieces."""
-    y_BY = _in_pieces(x_BX, w_GXY, group)
-    if adapter is None:
-        return y_BY
-    return y_BY + _in_pieces(_in_pieces(x_BX, adapter.a, group), adapter.b, group)
-
-
-def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array:
-    """Returns x @ w[group], summed in float32 over pieces of P of X; the last begins earlier."""
-    (B, X), Y = x_BX.shape, w_GXY.shape[2]
-    most = min(X, max(1, PIECE_BYTES // (Y * w_GXY.dtype.itemsize)))
-    pieces = -(-X // most)
-    P = -(-X // pieces)
-
-    def add(number, y_BY):
-        start = jnp.minimum(number * P, X - P)
-        w_PY = lax.dynamic_slice(w_GXY, (group, start, 0), (1, P, Y))[0]
-        x_BP = lax.dynamic_slice(x_BX, (0, start), (B, P))
-        if X % P:  # columns of the piece before count once
-            x_BP = jnp.where(start + jnp.arange(P) >= number * P, x_BP, 0)
-        return y_BY + jnp.dot(x_BP, w_PY, preferred_element_type=jnp.float32)
-
-    y_BY = lax.fori_loop(0, pieces, add, jnp.zeros((B, Y), jnp.float32))
-    return y_BY.astype(x_BX.dtype)
+    h_MW = multiply(x_MD, weights.w_in, weights.in_adapter, weights.b_in)
+    return multiply(activate(h_MW, limit), weights.w_out, weights.out_adapter, weights.b_out)
 
 
 def _blocked_forward(form, x_MD, weights, sizes_G, one_M1):

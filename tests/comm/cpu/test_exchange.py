@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from moejax.comm.cpu import exchange, peers
 from moejax.comm.cpu.gloo import in_order
 from moejax.comm.cpu.peers import NotConnectedError
+from moejax.runtime import program_cache
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"))
 COLLECTIVES = {
@@ -272,7 +273,7 @@ def test_half_a_number_that_has_come_does_not_go_on_along_a_ring():
 
 def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(exchange.shutil, "which", lambda name: None)
+    monkeypatch.setattr(program_cache.shutil, "which", lambda name: None)
     with pytest.raises(NotConnectedError, match=r"^there is no C\+\+ compiler"):
         exchange.load_library()
 
@@ -288,8 +289,8 @@ def test_what_the_compiler_complains_of_is_told(monkeypatch, tmp_path):
 
 
 def test_a_compiler_that_dies_without_a_word_is_told_too(monkeypatch, tmp_path):
-    monkeypatch.setattr(exchange.shutil, "which", lambda name: "/bin/false")
-    error = exchange.compile_library(exchange.SOURCE, tmp_path / "library.so")
+    monkeypatch.setattr(program_cache.shutil, "which", lambda name: "/bin/false")
+    error = program_cache.compile_library(exchange.SOURCE, tmp_path / "library.so")
     assert error == "g++ failed: it ended with 1"
 
 
@@ -304,7 +305,7 @@ def test_a_cached_library_that_does_not_load_is_compiled_anew(monkeypatch, tmp_p
         whole = exchange._library()._name
         library.write_bytes(damaged if len(compiled) == 1 else Path(whole).read_bytes())
 
-    monkeypatch.setattr(exchange, "compile_library", compile_library)
+    monkeypatch.setattr(program_cache, "compile_library", compile_library)
     with pytest.raises(NotConnectedError, match="the library cannot be loaded"):
         exchange.load_library()
     assert exchange.load_library()._name == str(compiled[1])

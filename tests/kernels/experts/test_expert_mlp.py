@@ -10,11 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moejax.kernels.costs import named_cost
-from moejax.kernels.experts import blocked_mlp
+from moejax.kernels.experts import blocked_mlp, few_rows
 from moejax.kernels.experts.activation import activate
 from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
 from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.experts.grouped_matmul_e4m3 import grouped_matmul_e4m3
+from moejax.runtime import program_cache
 from tests.cases import few
 
 
@@ -67,15 +68,15 @@ def test_blocked_equals_the_reference(sizes):
     check("blocked", [*sizes, *[0] * (5 - len(sizes))], 210 - sum(sizes))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("piece_bytes", [2**19, 64])
+@pytest.mark.parametrize("compiler", [True, False])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("sizes", [[0, 1, 0, 1], [0, 20, 0, 3], [9, 8, 1, 7], [0, 0, 0, 0]])
 def test_few_rows_without_gradients_read_the_weights_of_their_groups_alone(
-    sizes, biased, piece_bytes, monkeypatch
+    sizes, biased, compiler, monkeypatch
 ):
     """Whose weights have no rows, not even NaN reaches the result."""
-    monkeypatch.setattr(blocked_mlp, "PIECE_BYTES", piece_bytes)
+    if not compiler:
+        monkeypatch.setattr(few_rows, "_register", lambda: False)
     x, w_in, w_out, _ = operands(sizes, 2)
     counts = jnp.asarray(sizes, jnp.int32)
     rng = np.random.default_rng(1)
@@ -88,17 +89,48 @@ def test_few_rows_without_gradients_read_the_weights_of_their_groups_alone(
     np.testing.assert_allclose(have, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("most", [2, 3, 5, 6, 7, 100])
-def test_weights_of_a_prime_width_are_read_in_few_pieces(most, monkeypatch):
-    """The last piece begins earlier, and counts nothing twice."""
-    monkeypatch.setattr(blocked_mlp, "PIECE_BYTES", most * 3 * 4)
-    rng = np.random.default_rng(0)
-    x_BX, w_GXY = rng.standard_normal((2, 7)), rng.standard_normal((2, 7, 3))
-    arrays = jnp.asarray(x_BX, jnp.float32), jnp.asarray(w_GXY, jnp.float32), jnp.int32(1)
-    np.testing.assert_allclose(blocked_mlp._in_pieces(*arrays), x_BX @ w_GXY[1], atol=1e-5)
-    traced = jax.make_jaxpr(lambda *given: blocked_mlp._in_pieces(*given))(*arrays)
-    (loop,) = [eqn for eqn in traced.eqns if "jaxpr" in eqn.params]
-    assert loop.params["length"] == -(-7 // most)
+@few(30)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    unused=st.integers(0, 3),
+    K=st.sampled_from([1, 3, 4, 7, 64]),
+    N=st.sampled_from([1, 5, 511, 513, 1100]),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_products_of_few_rows_are_right_for_any_shape(sizes, unused, K, N, dtype, seed):
+    """Beside float64 of the same operands: sums are of float32, and rounded once."""
+    rng, rows = np.random.default_rng(seed), sum(sizes)
+    x = jnp.asarray(rng.standard_normal((rows + unused, K)), dtype)
+    w = jnp.asarray(rng.standard_normal((len(sizes), K, N)), dtype)
+    if rows + unused == 0:
+        return
+    got = few_rows.multiply_few_rows(x, w, jnp.asarray(sizes, jnp.int32))
+    group_M = np.repeat(np.arange(len(sizes)), sizes)
+    exact_MKN = np.asarray(x, np.float64)[:rows, :, None] * np.asarray(w, np.float64)[group_M]
+    want_MN = np.zeros((rows + unused, N))
+    want_MN[:rows] = exact_MKN.sum(1)
+    bound_MN = np.zeros_like(want_MN)
+    bound_MN[:rows] = K * np.finfo(np.float32).eps * np.abs(exact_MKN).sum(1)
+    if dtype == jnp.bfloat16:
+        bound_MN += 2.0**-8 * np.abs(want_MN)
+    assert got.dtype == dtype
+    assert (np.abs(np.asarray(got, np.float64) - want_MN) <= bound_MN).all()
+
+
+def test_without_a_compiler_a_line_says_that_few_rows_are_slower(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(program_cache.shutil, "which", lambda name: None)
+    few_rows._register.cache_clear()
+    x = jnp.ones((1, 2))
+    try:
+        assert not few_rows.takes(x, jnp.ones((1, 2, 3)))
+        assert not few_rows.takes(x, jnp.ones((1, 2, 3)))
+    finally:
+        few_rows._register.cache_clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moejax: experts of few rows run by XLA")
+    assert "there is no C++ compiler (g++)" in line
 
 
 def test_blocked_takes_groups_larger_than_its_largest_block(monkeypatch):
