@@ -59,6 +59,7 @@ class Programs:
     Attributes:
       stored: for weights as a checkpoint has them.
       train_step: for weights with each layer apart; its batch has a row for each slot.
+      single: the same for rows of one token: see `_for_single_tokens`.
       slots: of each device.
       positions: of a slot.
       allowed: ids from this one on are never drawn.
@@ -66,6 +67,7 @@ class Programs:
 
     stored: TrainStep
     train_step: TrainStep
+    single: TrainStep
     slots: int
     positions: int
     allowed: int
@@ -159,12 +161,14 @@ class Programs:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""
         return jax.tree.map(partial(self._put, spec=self._rows), arrays)
 
-    def place_batch(self, token_BT: np.ndarray) -> jax.Array:
+    def place_batch(self, token_BT: np.ndarray) -> Any:
         """Puts sequences for `logits` onto the mesh."""
         return self._put(token_BT, self._layout.token_spec())
 
-    def _put(self, array: np.ndarray, spec: P) -> jax.Array:
+    def _put(self, array: np.ndarray, spec: P) -> Any:
         sharding = NamedSharding(self.train_step.mesh, spec)
+        if sharding.is_fully_addressable:
+            return array  # a call of a function places it in a tenth of the time
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     @cached_property
@@ -190,10 +194,10 @@ class Programs:
 
     def _run(self, state: TrainState, tokens: NewTokens, cache: cached.Cache, every: bool) -> Any:
         """Returns hidden states, the output projection, the model and the cache."""
-        transformer = self.train_step.plain.model.merge(
-            state.params, state.router_bias, state.frozen
-        )
-        rows = Rows(tokens.slot_R, tokens.start_R, tokens.count_R, tokens.token_RT.shape[1], every)
+        length = tokens.token_RT.shape[1]
+        train_step = self.single if length == 1 else self.train_step
+        transformer = train_step.plain.model.merge(state.params, state.router_bias, state.frozen)
+        rows = Rows(tokens.slot_R, tokens.start_R, tokens.count_R, length, every)
         x_RTD, cache = cached.extend(transformer, tokens.token_RT, rows, cache)
         return x_RTD, transformer.embedding.weights()[1], transformer, cache
 
@@ -216,7 +220,7 @@ class Programs:
     def _layout(self) -> Layout:
         return self.train_step.layout
 
-    @property
+    @cached_property
     def _states(self) -> TrainState:
         return jax.tree.map(lambda x: x.sharding.spec, self.train_step.abstract)
 
@@ -272,8 +276,22 @@ def build_programs(
     stored = build_step(cfg, mesh, platform).of_weights(dtype)
     lora = dataclasses.replace(cfg.lora, base_dtype=dtype, targets=targets_apart(stored))
     cfg = dataclasses.replace(cfg, lora=lora)
-    apart = build_step(cfg, mesh, platform, stacked=False).of_weights(dtype)
-    return Programs(stored, apart, own, positions, allowed)
+    apart, single = (
+        build_step(one, mesh, platform, stacked=False).of_weights(dtype)
+        for one in (cfg, _for_single_tokens(cfg, layout))
+    )
+    return Programs(stored, apart, single, own, positions, allowed)
+
+
+def _for_single_tokens(cfg: Config, layout: Layout) -> Config:
+    """Returns the config for rows of one token: buckets hold any routing, filled rows travel.
+
+    Few tokens overflow buckets of a balanced load often, and would go in rounds.
+    """
+    headroom = float(layout.size(layout.expert_owner_axes) * layout.size(layout.tensor))
+    moe = dataclasses.replace(cfg.moe, headroom=headroom)
+    one_chunk = {"route_chunks": 1, "route_chunks_backward": None, "route_trim": True}
+    return dataclasses.replace(cfg, moe=moe, **one_chunk)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -31,10 +31,10 @@ def random_state(cfg: Config):
     return state._replace(params=jax.tree.map(moved, state.params), router_bias=bias)
 
 
-def on_mesh(state, engine_or_step):
-    """A state on the devices of an programs or a step of weights."""
-    programs = engine_or_step if isinstance(engine_or_step, Programs) else None
-    abstract = (programs.stored if programs else engine_or_step.of_weights()).abstract
+def on_mesh(state, programs_or_step):
+    """A state on the devices of programs or of a step of weights."""
+    programs = programs_or_step if isinstance(programs_or_step, Programs) else None
+    abstract = (programs.stored if programs else programs_or_step.of_weights()).abstract
     state = jax.tree.map(
         lambda x, a: jax.device_put(np.asarray(x, a.dtype), a.sharding), state, abstract
     )

@@ -9,6 +9,8 @@ import pytest
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
 from moejax.kernels.attention.cached_attention import KEYS
+from moejax.layout.route import ROUTES
+from moejax.moe.sizes import usual_sizes
 from moejax.serve import programs as serve_programs
 from moejax.serve.batch import Batch, Request, generate
 from moejax.serve.programs import LONG, SHORT, no_tokens
@@ -247,3 +249,14 @@ def test_greedy_texts_are_those_of_transformers(tmp_path, family, name, mesh):
     batch = Batch(programs, programs.take(weights_of(state)))
     found = generate(batch, [Request(prompt, tokens)])
     assert [token.id for _, token in found] == case["greedy"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_buckets_of_single_tokens_hold_any_routing(route, tokens):
+    cfg = small_config((1, 2, 2, 2), moe={"experts_per_token": 3, "num_experts": 8})
+    mesh = dataclasses.replace(cfg.mesh, nodes=2)
+    cfg = dataclasses.replace(cfg, mesh=mesh, route=route)
+    single = programs_for(cfg, 8, 8).single
+    sizes = usual_sizes(single.spec.route, single.layout, single.cfg.moe, tokens=tokens)
+    assert sizes.certain

@@ -10,9 +10,7 @@ the request (sizes, threads), answered by facts about the side; then commands, u
 
 Of `generate.py`:
 
-  generate B N  continues the first B prompts by N tokens and answers the seconds, up to the first
-                token and of all, and the tokens
-  experts NAME  as above
+  run WORKLOAD VARIANT  continues the prompts of a workload and answers the seconds and the tokens
 """
 
 import json
@@ -101,50 +99,62 @@ def listen(build: Callable[[dict[str, Any]], Any], commands: Callable[..., dict]
         idle_from = (time.perf_counter(), time.process_time())
 
 
+class Answers:
+    """What a side has answered to the requests of a workload, and when."""
+
+    def __init__(self, count: int):
+        self.ids: list[list[int]] = [[] for _ in range(count)]
+        self.first_seconds = [0.0] * count
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts the clock; what was made ready before is not counted."""
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
+
+    def add(self, number: int, ids: list[int]) -> None:
+        """Appends tokens to the answer to a request."""
+        if ids and not self.ids[number]:
+            self.first_seconds[number] = time.perf_counter() - self.start
+        self.ids[number] += ids
+
+    def result(self) -> dict[str, Any]:
+        """Returns seconds, of each request up to its first token, and the tokens."""
+        return {
+            "seconds": time.perf_counter() - self.start,
+            "cpu_seconds": time.process_time() - self.cpu_start,
+            "first_seconds": self.first_seconds,
+            "ids": self.ids,
+        }
+
+
 class Generator(Protocol):
     """A model that continues prompts, loaded and ready."""
 
     facts: dict[str, Any]  # versions and settings, for the record
 
-    def generate(
-        self, prompts: list[list[int]], tokens: int, first: Callable[[], None]
-    ) -> list[list[int]]:
-        """Returns the greedy continuation of each prompt, of so many tokens.
+    def run(self, requests: list[dict[str, Any]], variant: str, answers: Answers) -> None:
+        """Continues prompts greedily.
 
         Args:
-          first: called once, when the first token of each is known.
+          requests: "ids" of the prompt, and the number of "tokens" that continue it.
+          variant: how; each side has names of its own.
         """
-        ...
-
-    def set_experts(self, name: str) -> None:
-        """Changes the implementation of the experts."""
         ...
 
 
 def serve_generation(build: Callable[[dict[str, Any]], Generator]) -> None:
-    """The same for a side that continues the request's prompts."""
+    """The same for a side that continues the prompts of the request's workloads."""
 
     def commands(side: Generator, request: dict[str, Any]) -> dict[str, Command]:
-        def generate(rows: str, tokens: str) -> dict[str, Any]:
-            prompts = request["prompts"][: int(rows)]
-            first: list[float] = []
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            ids = side.generate(prompts, int(tokens), lambda: first.append(time.perf_counter()))
-            seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
-            assert [len(found) for found in ids] == [int(tokens)] * len(prompts)
-            (known,) = first
-            return {
-                "first_seconds": known - begin,
-                "seconds": seconds,
-                "cpu_seconds": cpu,
-                "ids": ids,
-            }
+        def run(workload: str, *variant: str) -> dict[str, Any]:
+            requests = request["workloads"][workload]
+            answers = Answers(len(requests))
+            side.run(requests, " ".join(variant), answers)
+            found = answers.result()
+            assert [len(ids) for ids in found["ids"]] == [r["tokens"] for r in requests]
+            return found
 
-        def set_experts(name: str) -> dict[str, Any]:
-            side.set_experts(name)
-            return {}
-
-        return {"generate": generate, "experts": set_experts}
+        return {"run": run}
 
     listen(build, commands)
 

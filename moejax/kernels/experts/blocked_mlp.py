@@ -37,7 +37,7 @@ from moejax.kernels.kept import GATE_AND_UP
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
-FEW_ROWS = 8  # most rows a group, on average, of which reading the weights takes most of the time
+FEW_ROWS = 32  # most rows a group, on average, that go by `few_rows`
 
 
 class MlpForm(NamedTuple):
