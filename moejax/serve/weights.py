@@ -24,7 +24,7 @@ class Separator:
 
     def __init__(self, stored: TrainStep, processes: Processes = ALONE):
         """Takes the functions for weights as a checkpoint has them; several processes share it."""
-        self._stored, self._processes = stored, processes
+        self.stored, self._processes = stored, processes
         self._made: dict[Any, Any] = {}
         held, dims, dtype = stored.abstract, stored.model.frozen_dims, stored.cfg.model.dtype
         frozen = None if held.frozen is None else matrices_in(dtype, dims, held.frozen)
@@ -55,7 +55,7 @@ class Separator:
             return tree
         whole = {name: part for name, part in held.items() if name != "groups"}
         apart, first = {}, 0
-        for number, (_, repeats) in enumerate(layer_groups(self._stored.cfg.model)):
+        for number, (_, repeats) in enumerate(layer_groups(self.stored.cfg.model)):
             if number in tree["groups"]:
                 cut = partial(self._cut, repeats=repeats, keep=keep)
                 layers = jax.tree.map(cut, held["groups"][number], tree["groups"][number])
