@@ -353,14 +353,3 @@ def news(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, Event
                 )
             yield numbers[event.key], event
             going -= event.ended is not None
-
-
-def generate(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
-    """Yields the tokens that continue prompts, each with its prompt's number, as they are found.
-
-    Raises:
-      RunError: if logits are not finite.
-    """
-    for number, event in news(batch, requests):
-        for token in event.tokens:
-            yield number, token

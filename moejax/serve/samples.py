@@ -3,7 +3,7 @@
 Letters: T tokens of a prompt and its text, L layers with experts, K experts chosen per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,15 @@ class Sample:
     expert_TLK: np.ndarray | None = None
 
 
-def draw_samples(batch: Batch, requests: Sequence[Request]) -> list[Sample]:
+def draw_samples(
+    batch: Batch,
+    requests: Sequence[Request],
+    grown: Callable[[int, Sample], None] = lambda number, sample: None,
+) -> list[Sample]:
     """Returns a sample of each request, without its text. All processes call it alike.
 
+    Args:
+      grown: called with a sample and its request's number whenever there is news of it.
     Raises:
       InputError: if a slot has no room for a text.
       RunError: if logits are not finite.
@@ -60,6 +66,7 @@ def draw_samples(batch: Batch, requests: Sequence[Request]) -> list[Sample]:
         sample.prompt_logprobs += [token.logprob for token in event.scored]
         sample.ended = event.ended or ""
         experts[number] += event.experts
+        grown(number, sample)
     for sample, parts in zip(samples, experts, strict=True):
         if parts:
             sample.expert_TLK = _joined(parts, len(sample.prompt_ids) + len(sample.ids))
