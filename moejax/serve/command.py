@@ -144,9 +144,7 @@ def _run(
         console.print(note, highlight=False, soft_wrap=True)
     shown = _Stream(vocabulary, texts[0]) if args.stream and processes.first else None
     requests = [
-        Request(
-            ids, args.tokens, sampling, vocabulary.stops, n, routing=args.routing is not None
-        )
+        Request(ids, args.tokens, sampling, vocabulary.stops, n, routing=args.routing is not None)
         for n, ids in enumerate(prompts)
     ]
     samples, seconds = _continue(requests, chosen, vocabulary.allowed, processes, shown)

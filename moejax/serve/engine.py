@@ -17,7 +17,7 @@ from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, evaluation_confi
 from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.batch import Batch, Request
 from moejax.serve.placing import PlacedModel, check_overrides, place, place_beside
-from moejax.serve.programs import Programs, build_programs
+from moejax.serve.programs import SHORT, Programs, build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary
 from moejax.serve.samples import Sample, draw_samples
 from moejax.serve.sampling import GREEDY, Sampling
@@ -101,7 +101,8 @@ class Engine:
         """
         self._processes, overrides = processes, tuple(overrides)
         self._vocabularies: dict[bool, Vocabulary] = {}
-        self._programs_of: dict[tuple[Any, ...], Programs] = {}
+        self._made: dict[tuple[int, ...], Programs] = {}
+        self._programs_of: dict[tuple[int, ...], Programs] = {}  # the same, by what was asked for
         self._state: TrainState | None = None
         if isinstance(run, str | os.PathLike):
             self._read(os.fspath(run), step, overrides)
@@ -131,9 +132,9 @@ class Engine:
         """Takes the weights of a run in memory."""
         if step is not None or overrides:
             raise InputError(
-                f"`step` and `overrides` have no effect. Got {step} and {list(overrides)} for a run "
-                f"in memory. Its weights run as it trains them. Leave both out, or name the run's "
-                f"directory."
+                f"`step` and `overrides` have no effect. Got {step} and {list(overrides)} for a "
+                f"run in memory. Its weights run as it trains them. Leave both out, or name the "
+                f"run's directory."
             )
         self._processes = run.processes
         path = Path(run.run_dir) / "checkpoints" / str(int(state.step))
@@ -249,13 +250,12 @@ class Engine:
           InputError: if an option is out of range, or the model has no place for so much text.
           RunError: if logits are not finite.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        return [s.text for s in self.sample(texts, tokens=tokens, sampling=sampling, chat=chat)]
+        return [s.text for s in self.sample(prompts, tokens=tokens, sampling=sampling, chat=chat)]
 
     def sample(
         self,
-        prompts: Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         *,
         tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
@@ -270,7 +270,7 @@ class Engine:
             samples = engine.sample(["def ", [1, 733, 16289]], n=8, sampling=rule)
 
         Args:
-          prompts: each a text, or ids, in front of which nothing is put.
+          prompts: one text, or several; each a text, or ids, in front of which nothing is put.
           tokens: the most that continue a prompt; one number, or one for each prompt.
           sampling: the rule of the draws; one, or one for each prompt.
           n: samples of each prompt, which stand together in the result.
@@ -281,6 +281,7 @@ class Engine:
           InputError: if an option is out of range, or the model has no place for so much text.
           RunError: if logits are not finite.
         """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
         most, rules = _each(tokens, len(prompts), "tokens"), _each(sampling, len(prompts), "rules")
@@ -300,17 +301,18 @@ class Engine:
             for one in self._drawn(requests, vocabulary.allowed)
         ]
 
-    def score(self, texts: Sequence[Prompt]) -> list[np.ndarray]:
+    def score(self, texts: str | Sequence[Prompt]) -> list[np.ndarray]:
         """Returns the log chance of each token behind a text's first, float32 [T - 1].
 
             chances = engine.score([prompt_ids + answer_ids])[0][-len(answer_ids):]
 
         Args:
-          texts: each a text, or ids, in front of which nothing is put.
+          texts: one text, or several; each a text, or ids, in front of which nothing is put.
         Raises:
           InputError: if a text has no token, or one that is not in the vocabulary.
           RunError: if logits are not finite.
         """
+        texts = [texts] if isinstance(texts, str) else list(texts)
         if not texts:
             return []
         named = any(isinstance(text, str) for text in texts)
@@ -346,7 +348,7 @@ class Engine:
                 warnings.warn(note.removeprefix("warning: "), stacklevel=4)
         known = iter(found)
         return [
-            next(known) if isinstance(prompt, str) else self._checked(prompt)[0].tolist()
+            next(known) if isinstance(prompt, str) else self._checked(prompt, (1,))[0].tolist()
             for prompt in prompts
         ]
 
@@ -369,20 +371,28 @@ class Engine:
     def _programs(self, positions: int, texts: int, allowed: int) -> Programs:
         """Returns the compiled functions for some texts; the same again for their like."""
         slots = min(texts, self._placed.cfg.train.batch_sequences)
-        programs = build_programs(*self._placed, slots=slots, positions=positions, allowed=allowed)
-        key = (programs.slots, programs.positions, allowed)
-        return self._programs_of.setdefault(key, programs)
+        asked = (slots, -(-positions // SHORT), allowed)
+        if asked not in self._programs_of:
+            form = {"slots": slots, "positions": positions, "allowed": allowed}
+            programs = build_programs(*self._placed, **form)
+            made = (programs.slots, programs.positions, allowed)
+            self._made[made] = self._made.get(made, programs)
+            self._programs_of[asked] = self._made[made]
+        return self._programs_of[asked]
 
-    def _checked(self, token_ids: ArrayLike) -> np.ndarray:
+    def _checked(self, token_ids: Any, dims: tuple[int, ...] = (1, 2)) -> np.ndarray:
         """Returns ids as [B, T]."""
-        rule = "Ids are one list of whole numbers, or several lists of one length."
+        rule = "Ids are one list of whole numbers" + ", or several lists of one length" * (
+            2 in dims
+        )
+        rule += "."
         try:
             ids = np.asarray(token_ids)
         except ValueError as error:  # lists of several lengths
             raise InputError(
                 f"ids have several lengths. {rule} Fill the shorter lists up."
             ) from error
-        if ids.ndim not in (1, 2) or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        if ids.ndim not in dims or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             raise InputError(f"no token ids. Got {ids.dtype} of shape {ids.shape}. {rule}")
         wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
         if wrong.size:

@@ -32,7 +32,9 @@ def main() -> None:
     _, path, *overrides = sys.argv[1:]  # --config PATH
     overrides = [word.removeprefix("--config.") for word in overrides]
     run = moejax.run_training(path, overrides, quiet=True, on_step=look, every=2)
-    seen.append({"after": moejax.Engine(run).logits([7, 8, 9]).tolist()})
+    read = moejax.Engine(run.run_dir, processes=run.processes)
+    engines = {"after": moejax.Engine(run), "read": read}
+    seen.append({name: engine.logits([7, 8, 9]).tolist() for name, engine in engines.items()})
     (Path(run.run_dir) / f"{run.processes.index}.json").write_text(json.dumps(seen))
 
 

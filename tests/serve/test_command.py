@@ -63,9 +63,10 @@ def test_routing_is_written_beside_the_texts(run, capsys, tmp_path):
     assert unknown.sum() == sum(text["ended"] == "length" for text in texts)
     assert (expert_TLK[~unknown] >= 0).all()
     assert (expert_TLK < count).all()
-    assert "routing cannot be written" in generated(
-        capsys, run, *words, "--routing", tmp_path / "a.json", code=2
-    ).err
+    assert (
+        "routing cannot be written"
+        in generated(capsys, run, *words, "--routing", tmp_path / "a.json", code=2).err
+    )
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -151,3 +151,9 @@ def test_texts_are_ids_and_back(model):
 def test_rules_of_samples_are_checked(model, how, said):
     with pytest.raises(InputError, match=said):
         model.sample(["w3"], **how)
+
+
+@pytest.mark.parametrize("prompts", [[[[3, 4], [5, 6]]], [3, 4]])
+def test_a_prompt_is_one_list_of_ids(model, prompts):
+    with pytest.raises(InputError, match=r"no token ids\..* Ids are one list of whole numbers\."):
+        model.sample(prompts)

@@ -37,6 +37,7 @@ def test_two_processes_sample_what_one_does(tmp_path, name):
     assert code == 0, out + err
     first, second = (json.loads((place / f"two/{n}.json").read_text()) for n in range(2))
     assert first == second
+    assert first[-1]["after"] == first[-1]["read"]
     one = f"--config.run_dir={place / 'one'}"
     code, _, err = run(place, one, program=PROGRAM)
     assert code == 0, err
@@ -46,7 +47,7 @@ def test_two_processes_sample_what_one_does(tmp_path, name):
         assert own.keys() == others.keys()
         for name in own.keys() & {"step", "ids", "experts"}:
             assert own[name] == others[name]
-        for name in own.keys() & {"logprobs", "score", "logits", "after"}:
+        for name in own.keys() & {"logprobs", "score", "logits", "after", "read"}:
             # Gloo adds in another order, and steps carry the last bits on.
             np.testing.assert_allclose(
                 np.ravel(own[name]), np.ravel(others[name]), rtol=0, atol=1e-4
