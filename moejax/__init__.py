@@ -1,7 +1,8 @@
 """moejax: a JAX trainer for Mixture-of-Experts language models at the speed the network allows.
 
 Read in this order: `config`, `layout`, `comm`, `moe`, `model`, `step`, `train`; `plan` and `aot`
-stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`, `Engine`.
+stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`, `Engine`,
+`Sampling`.
 """
 
 from importlib import import_module
@@ -14,14 +15,16 @@ if TYPE_CHECKING:
     from moejax.api import run_training as run_training
     from moejax.checkpoint.load import load_checkpoint as load_checkpoint
     from moejax.serve.engine import Engine as Engine
+    from moejax.serve.sampling import Sampling as Sampling
 
 _LATER = {
     "run_training": "moejax.api",
     "load_checkpoint": "moejax.checkpoint.load",
     "Engine": "moejax.serve.engine",
+    "Sampling": "moejax.serve.sampling",
 }
 
-__all__ = ["Engine", "load_checkpoint", "load_config", "run_training"]
+__all__ = ["Engine", "Sampling", "load_checkpoint", "load_config", "run_training"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ expert and are not kept.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,15 +72,33 @@ def cache_spec(cfg: ModelConfig, layout: Layout) -> P:
     return P(layout.row_axes, None if cfg.is_latent else layout.tensor, layout.context or None)
 
 
+class Extended(NamedTuple):
+    """The result of `extend`: final hidden states, the cache, and the experts of each token."""
+
+    x_RTD: Float[Array, "R T D"]
+    cache: Cache
+    expert_RTLK: Int[Array, "R T L K"] | None  # of the L layers with experts
+
+
 def extend(
-    model: Transformer, token_RT: Int[Array, "R T"], rows: Rows, cache: Cache
-) -> tuple[Float[Array, "R T D"], Cache]:
-    """Runs new tokens, and adds them to the cache. Returns their final hidden states."""
+    model: Transformer,
+    token_RT: Int[Array, "R T"],
+    rows: Rows,
+    cache: Cache,
+    *,
+    routing: bool = False,
+) -> Extended:
+    """Runs new tokens, and adds them to the cache.
+
+    Args:
+      routing: whether the experts of the tokens are returned. Wire: their ids, over tensor.
+    """
     cfg = model.cfg
     angles = angles_at(rows.position_RT.reshape(-1), cfg.rotated_channels, cfg.rope)
     is_token_1M = rows.is_token_RT.reshape(1, -1)
     table_vD = model.embedding.weights()[0]
-    x_1tD, grown = model.embedding.embed(token_RT.reshape(1, -1), table_vD), []
+    x_1tD = model.embedding.embed(token_RT.reshape(1, -1), table_vD)
+    grown, chosen = [], []
     for group, group_cache in zip(model.groups, cache, strict=True):
         kept_blocks = []
         for block, kept in zip(_only_repeat(group).blocks, group_cache, strict=True):
@@ -88,11 +106,16 @@ def extend(
             def attend(attention: Any, h_1tD: jax.Array, kept: Any = kept) -> tuple[Any, Any]:
                 return attention.extend(h_1tD, kept, rows, angles)
 
-            x_1tD, _, kept = block.run(x_1tD, attend, is_token_BT=is_token_1M)
+            x_1tD, stats, kept = block.run(x_1tD, attend, is_token_BT=is_token_1M)
             kept_blocks.append(kept)
+            chosen += [] if stats is None else [stats.expert_NK]
         grown.append(kept_blocks)
-    x_1MD = enter_tensor(model.norm(x_1tD), model.spec.layout)
-    return x_1MD.reshape(*token_RT.shape, -1), grown
+    layout, expert_RTLK = model.spec.layout, None
+    if routing:
+        expert_MLK = wire.all_gather(jnp.stack(chosen, axis=1), layout.tensor, dim=0, tag=None)
+        expert_RTLK = expert_MLK.reshape(*token_RT.shape, *expert_MLK.shape[1:])
+    x_1MD = enter_tensor(model.norm(x_1tD), layout)
+    return Extended(x_1MD.reshape(*token_RT.shape, -1), grown, expert_RTLK)
 
 
 def _only_repeat(group: Pattern) -> Pattern:

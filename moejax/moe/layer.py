@@ -71,6 +71,7 @@ class MoEStats(NamedTuple):
     overflowed: Int[Array, ""]  # number of assignments that went in overflow rounds
     rounds: Int[Array, ""]  # number of these rounds, the same on every device
     entropy: Float[Array, ""]  # this device's share of the scores' entropy (`router.entropy`)
+    expert_NK: Int[Array, "N K"] | None = None  # choices, where `is_token_BT` is given
 
 
 class MoEWeights(NamedTuple):
@@ -159,6 +160,8 @@ class MoE(nnx.Module):
             routing, logit_NE, expert_NK, over_NK = own
             overflow = overflow._replace(over_NK=over_NK)
         stats = self._stats(routing, logit_NE, expert_NK, overflow, B)
+        if is_token_BT is not None:
+            stats = stats._replace(expert_NK=routing.expert_NK)
         return (leave_replicated if replicated else join_positions)(y_BtD, layout), stats
 
     def _logits(

@@ -41,7 +41,7 @@ CLASSES = {
     "start": ("start", "plan"),
     "restore": ("restore",),
     "compile": ("compile",),
-    "evaluation": ("evaluate", "sample"),
+    "evaluation": ("evaluate", "sample", "on_step"),
     "saving": ("save", "finish", "end"),
 }
 TRAINING, REPEATED, ROLLED_BACK, INPUT, DOWN, UNKNOWN = (

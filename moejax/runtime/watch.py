@@ -28,7 +28,7 @@ QUIET_S = 2.0  # after so long in one stage a process begins to look at the othe
 FOLDER = "pulse"
 STEPPING = ("input", "step")
 # Stages in which a process may be silent for long: lowering a large program lets no thread run.
-SILENT = ("start", "plan", "restore", "compile")
+SILENT = ("start", "plan", "restore", "compile", "on_step")
 
 
 class Place(NamedTuple):

@@ -1,7 +1,7 @@
 """Continues texts with a trained model, with a cache of keys and values.
 
 Read in this order: `programs` (the compiled functions), `sampling` (how a token is drawn), `batch`
-(requests that run together), `weights` (each layer apart), `prompts` (texts and messages to
-prompts, and back), `placing` (devices and mesh), `command` (`moejax generate`), `engine`
-(`moejax.Engine`).
+(requests that run together), `samples` (texts that were drawn, with chances and experts), `weights`
+(each layer apart), `prompts` (texts and messages to prompts, and back), `placing` (devices and
+mesh), `command` (`moejax generate`), `engine` (`moejax.Engine`).
 """

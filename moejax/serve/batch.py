@@ -31,6 +31,7 @@ class Request:
       number: with the seed decides the draws.
       likeliest: number of the likeliest tokens whose chances are reported, at most `LIKELIEST`.
       scored: whether the chances of the prompt's tokens are reported too.
+      routing: whether the experts of its tokens are reported. The model has experts.
     """
 
     ids: Sequence[int]
@@ -40,6 +41,7 @@ class Request:
     number: int = 0
     likeliest: int = 0
     scored: bool = False
+    routing: bool = False
 
 
 class Token(NamedTuple):
@@ -58,12 +60,16 @@ class Event(NamedTuple):
       tokens: tokens that continue the text.
       scored: tokens of the prompt behind its first, if they were asked for.
       ended: "stop", "length", or "not finite" where the logits are not; None: it goes on.
+      experts: arrays expert_TLK of the tokens, of prompt and text, that ran since the last news,
+        if they were asked for: the K experts that each of the L layers with experts chose. The
+        last token of a text that ends by its length does not run.
     """
 
     key: int
     tokens: tuple[Token, ...] = ()
     scored: tuple[Token, ...] = ()
     ended: str | None = None
+    experts: tuple[np.ndarray, ...] = ()
 
 
 @dataclass
@@ -77,6 +83,13 @@ class _Text:
     slot: int = 0
     cached: int = 0  # ids that are in the cache
     scored: list[Token] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+
+    def news(self, tokens: tuple[Token, ...], ended: str | None) -> Event:
+        """Returns an event, and what was held back for it."""
+        scored, experts = tuple(self.scored), tuple(self.experts)
+        self.scored, self.experts = [], []
+        return Event(self.key, tokens, scored, ended, experts)
 
     @property
     def waits(self) -> int:
@@ -114,7 +127,8 @@ class Batch:
         """Adds a request. Returns the key of its events.
 
         Raises:
-          InputError: if the prompt has no token, or a slot no room for the text.
+          InputError: if the prompt has no token, a slot no room for the text, or the model no
+            experts to report.
         """
         if not request.ids:
             raise InputError("prompt has no token. It has at least one. Write a text.")
@@ -125,6 +139,11 @@ class Batch:
                 f"text would be too long. The prompt has {len(request.ids)} tokens, up to "
                 f"{request.tokens} continue it. A slot has {room} positions. Shorten the prompt, "
                 f"or ask for fewer tokens."
+            )
+        if request.routing and not self._programs.train_step.cfg.model.has_experts:
+            raise InputError(
+                "routing of a model without experts is asked for. Every token takes the same way "
+                "there. Leave it out."
             )
         self._next_key += 1
         self._waiting.append(_Text(self._next_key, request, list(request.ids)))
@@ -187,14 +206,18 @@ class Batch:
                 placed[device * rows + (text.slot if every else place)] = text
         tokens = self._new_tokens(placed, rows, length)
         scored = any(text.request.scored and text.waits for text in placed.values())
+        routing = any(text.request.routing for text in placed.values())
         arguments = [self._state, programs.place(tokens), self._cache]
         if scored:
             next_RT = programs.place(self._next_tokens(placed, tokens))
-            call = programs.score(every)
-            logits, self._cache, scores = self._call(call, *arguments, next_RT)
+            call = programs.score(every, routing)
+            logits, self._cache, scores, *chosen = self._call(call, *arguments, next_RT)
             self._keep_scores(placed, tokens, jax.device_get(_here(scores)))
         else:
-            logits, self._cache = self._call(programs.extend(every), *arguments)
+            call = programs.extend(every, routing)
+            logits, self._cache, *chosen = self._call(call, *arguments)
+        for expert_RTLK in jax.device_get(_here(chosen)):
+            self._keep_routing(placed, tokens, expert_RTLK)
         for row, text in placed.items():
             text.cached += int(tokens.count_R[row])
         return self._draw(placed, logits, rows * programs.devices)
@@ -224,6 +247,16 @@ class Batch:
                     found = (x[row, place] for x in scores)
                     text.scored.append(_token(id, text.request.likeliest, *found))
 
+    def _keep_routing(
+        self, placed: dict[int, _Text], tokens: NewTokens, expert_RTLK: np.ndarray
+    ) -> None:
+        """Appends the experts of the tokens that ran, in 16 bits if their numbers have room."""
+        most = np.min_scalar_type(-self._programs.train_step.cfg.moe.num_experts)
+        for row, text in placed.items():
+            if text.request.routing:
+                expert_TLK = expert_RTLK[row, : tokens.count_R[row]]
+                text.experts.append(expert_TLK.astype(np.promote_types(np.int16, most)))
+
     def _draw(self, placed: dict[int, _Text], logits: Any, rows: int) -> list[Event]:
         """Draws the next token of the texts whose prompts are in the cache. Returns their news."""
         events = []
@@ -231,7 +264,7 @@ class Batch:
         for row, text in list(ready.items()):
             if not text.request.tokens:
                 del ready[row]
-                events.append(Event(text.key, (), tuple(text.scored), "length"))
+                events.append(text.news((), "length"))
                 self._release(text)
         if not ready:
             return events
@@ -255,10 +288,9 @@ class Batch:
         else:
             text.ids.append(token.id)
             ended = "length" if text.grown == text.request.tokens else None
-        scored, text.scored = tuple(text.scored), []
         if ended is not None:
             self._release(text)
-        return Event(text.key, new, scored, ended)
+        return text.news(new, ended)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         """Calls a function; no process waits for another's compiler."""
@@ -304,8 +336,8 @@ def _draws(ready: dict[int, _Text], rows: int) -> Draws:
     return draws
 
 
-def generate(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
-    """Yields the tokens that continue prompts, each with its prompt's number, as they are found.
+def news(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
+    """Yields the news of texts, each with its prompt's number, as they come, until all have ended.
 
     Raises:
       RunError: if logits are not finite.
@@ -313,12 +345,11 @@ def generate(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, T
     numbers = {batch.submit(request): number for number, request in enumerate(requests)}
     going = len(requests)
     while going:
-        for key, tokens, _, ended in batch.step():
-            if ended == "not finite":
+        for event in batch.step():
+            if event.ended == "not finite":
                 raise RunError(
-                    f"logits are not finite. They continue prompt {numbers[key]}. The checkpoint "
-                    f"is as it was. Take another one: --step."
+                    f"logits are not finite. They continue prompt {numbers[event.key]}. The "
+                    f"checkpoint is as it was. Take another one: --step."
                 )
-            for token in tokens:
-                yield numbers[key], token
-            going -= ended is not None
+            yield numbers[event.key], event
+            going -= event.ended is not None

@@ -8,15 +8,17 @@ from typing import NamedTuple
 
 from moejax.config.command_line import Parser
 from moejax.config.load import split_overrides
+from moejax.config.pattern import block_kinds
 from moejax.errors import InputError, exit_code
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.screen import screen
-from moejax.serve.batch import Batch, Request, generate
+from moejax.serve.batch import Batch, Request
 from moejax.serve.placing import check_overrides, place
 from moejax.serve.programs import build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
+from moejax.serve.samples import Sample, check_routing_file, draw_samples, write_routing
 from moejax.serve.sampling import Sampling
 from moejax.train.records.summary import check_memory
 from moejax.train.start import check_same_config, check_simulated_devices
@@ -39,8 +41,7 @@ class Text(NamedTuple):
     """A prompt and its continuation."""
 
     prompt: str
-    prompt_ids: list[int]
-    ids: list[int]
+    sample: Sample
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: the model's)")
     add("--eos", metavar="NAME", help="token (or id) that ends a text; with --tokenizer")
     add("--json", action="store_true", help="print one JSON object")
+    add("--routing", metavar="FILE", help="write the experts of each token (.npz)")
     add("--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run")
     add("--debug", action="store_true", help="show tracebacks of bad input")
     return command
@@ -135,56 +137,73 @@ def _run(
         chosen, args.tokenizer, args.eos, chat=args.chat, template=args.chat_template
     )
     prompts, notes = encode_prompts(texts, vocabulary, chosen.cfg, args.tokens)
+    cfg = chosen.cfg
+    if args.routing is not None:
+        check_routing_file(args.routing, cfg.model.has_experts)
     for note in (*chosen.notes, *notes):
         console.print(note, highlight=False, soft_wrap=True)
-    wanted = [Text(text, ids, []) for text, ids in zip(texts, prompts, strict=True)]
-    stream = args.stream and processes.first
-    seconds = _continue(wanted, chosen, sampling, vocabulary, args.tokens, processes, stream)
+    shown = _Stream(vocabulary, texts[0]) if args.stream and processes.first else None
+    requests = [
+        Request(ids, args.tokens, sampling, vocabulary.stops, n, routing=args.routing is not None)
+        for n, ids in enumerate(prompts)
+    ]
+    samples, seconds = _continue(requests, chosen, vocabulary.allowed, processes, shown)
+    found = [Text(text, sample) for text, sample in zip(texts, samples, strict=True)]
+    if processes.first and args.routing is not None:
+        layers = [n for n, kind in enumerate(block_kinds(cfg.model)) if kind.mlp == "moe"]
+        write_routing(args.routing, samples, layers=layers, num_experts=cfg.moe.num_experts)
     if processes.first and args.json:
-        _print_json(wanted, chosen, sampling, vocabulary, args.tokens)
-    elif processes.first and not stream:
-        _print_texts(wanted, vocabulary)
-    count = sum(len(text.ids) for text in wanted)
+        _print_json(found, chosen, sampling, vocabulary, args.tokens)
+    elif processes.first and shown is None:
+        _print_texts(found, vocabulary)
+    count = sum(len(sample.ids) for sample in samples)
     console.print(f"{count:,} tokens in {seconds:.1f} s, compilation included", highlight=False)
 
 
+class _Stream:
+    """Prints a text while it grows."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: str):
+        self._vocabulary, self._prompt, self._shown = vocabulary, prompt, ""
+
+    def begin(self) -> None:
+        """Prints the prompt."""
+        print(self._prompt, end=self._vocabulary.between, flush=True)
+
+    def show(self, sample: Sample) -> None:
+        """Prints what is new."""
+        text = self._vocabulary.continuation(sample.prompt_ids, sample.ids)
+        # Bytes of an unfinished character wait for the others.
+        if sample.ended or not text.endswith("\ufffd"):
+            print(text[len(self._shown) :], end="\n" if sample.ended else "", flush=True)
+            self._shown = text
+
+
 def _continue(
-    texts: list[Text],
+    requests: list[Request],
     chosen: Chosen,
-    sampling: Sampling,
-    vocabulary: Vocabulary,
-    tokens: int,
+    allowed: int,
     processes: Processes,
-    stream: bool,
-) -> float:
-    """Starts devices, reads the weights, and appends tokens to the texts; returns the seconds."""
+    shown: _Stream | None,
+) -> tuple[list[Sample], float]:
+    """Starts devices, reads the weights, and draws the texts; returns them and the seconds."""
     placed = place(chosen, processes)
     programs = build_programs(
         *placed,
-        slots=min(len(texts), placed.cfg.train.batch_sequences),
-        positions=max(len(text.prompt_ids) for text in texts) + tokens,
-        allowed=vocabulary.allowed,
+        slots=min(len(requests), placed.cfg.train.batch_sequences),
+        positions=max(len(request.ids) + request.tokens for request in requests),
+        allowed=allowed,
     )
     beside = programs.bytes_beside_weights()
     check_memory(programs.train_step, processes, gradients=False, beside=beside)
     state = programs.take(read_weights(chosen, programs.stored, processes))
-    begin, shown, first = time.monotonic(), "", texts[0]
-    if stream:
-        print(first.prompt, end=vocabulary.between, flush=True)
-    requests = [
-        Request(text.prompt_ids, tokens, sampling, vocabulary.stops, number)
-        for number, text in enumerate(texts)
-    ]
-    for number, token in generate(Batch(programs, state, processes), requests):
-        texts[number].ids.append(token.id)
-        text = vocabulary.continuation(first.prompt_ids, first.ids) if stream else ""
-        # Bytes of an unfinished character wait for the others.
-        if stream and not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    if stream:
-        print(vocabulary.continuation(first.prompt_ids, first.ids)[len(shown) :])
-    return time.monotonic() - begin
+    began = time.monotonic()
+    batch = Batch(programs, state, processes)
+    if shown is None:
+        return draw_samples(batch, requests), time.monotonic() - began
+    shown.begin()
+    samples = draw_samples(batch, requests, lambda _, sample: shown.show(sample))
+    return samples, time.monotonic() - began
 
 
 def _print_texts(texts: list[Text], vocabulary: Vocabulary) -> None:
@@ -194,7 +213,7 @@ def _print_texts(texts: list[Text], vocabulary: Vocabulary) -> None:
             "----\n" * (number > 0)
             + text.prompt
             + vocabulary.between
-            + vocabulary.continuation(text.prompt_ids, text.ids)
+            + vocabulary.continuation(text.sample.prompt_ids, text.sample.ids)
         )
 
 
@@ -204,13 +223,13 @@ def _print_json(
     """Prints one JSON object."""
     found = [
         {
-            "prompt": text.prompt,
-            "text": vocabulary.continuation(text.prompt_ids, text.ids),
-            "prompt_tokens": len(text.prompt_ids),
-            "tokens": text.ids,
-            "ended": "eos" if len(text.ids) < tokens else "length",
+            "prompt": prompt,
+            "text": vocabulary.continuation(sample.prompt_ids, sample.ids),
+            "prompt_tokens": len(sample.prompt_ids),
+            "tokens": sample.ids,
+            "ended": "eos" if len(sample.ids) < tokens else "length",
         }
-        for text in texts
+        for prompt, sample in texts
     ]
     result = {
         "checkpoint": str(chosen.saved.path),

@@ -1,74 +1,192 @@
-"""A checkpoint's model in memory, for programs: logits of given tokens, and texts that go on."""
+"""A model in memory, for programs: logits and chances of given tokens, and texts that go on."""
 
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from moejax.checkpoint.find import Saved
 from moejax.errors import InputError
-from moejax.evaluate.checkpoint import FORWARD, choose, read_weights
-from moejax.runtime.processes import ALONE
-from moejax.serve.batch import Batch, Request, generate
-from moejax.serve.placing import check_overrides, place
-from moejax.serve.programs import Programs, build_programs
-from moejax.serve.prompts import encode_prompts, open_vocabulary
-from moejax.serve.sampling import Sampling
+from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, evaluation_config, read_weights
+from moejax.runtime.processes import ALONE, Processes
+from moejax.serve.batch import Batch, Request
+from moejax.serve.placing import PlacedModel, check_overrides, place, place_beside
+from moejax.serve.programs import SHORT, Programs, build_programs
+from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary
+from moejax.serve.samples import Sample, draw_samples
+from moejax.serve.sampling import GREEDY, Sampling
+from moejax.serve.weights import Separator
 from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep, local_bytes
 from moejax.train.records.summary import check_memory
 from moejax.train.start import check_simulated_devices
 
+Prompt = str | Sequence[int]  # a text, or ids
+
+
+@runtime_checkable
+class RunInMemory(Protocol):
+    """A run whose weights are on the devices: `LiveRun` and `TrainedRun`."""
+
+    @property
+    def state(self) -> TrainState | None:
+        """The train state; None if nothing is in memory."""
+
+    @property
+    def train_step(self) -> TrainStep | None:
+        """The functions that take the state."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        ...
+
+    @property
+    def processes(self) -> Processes:
+        """The program's."""
+        ...
+
 
 class Engine:
-    """A model with its weights on the devices of this process.
+    """A model with its weights on devices.
 
         engine = moejax.Engine("imported/olmoe")
         logits = engine.logits([[1, 733, 16289]])
 
-    B sequences, T tokens of each, V vocabulary.
+    B sequences, T tokens of each, V vocabulary, L layers with experts, K experts of a token.
+
+    Where several processes train, each has its engine, and they call it together: the same
+    methods in the same order, with the same arguments. All get the same results.
 
     A further length of prompts, rounded up to a multiple of 64, compiles further programs.
 
     Attributes:
-      path: the checkpoint's directory.
+      path: the checkpoint's directory; of a run in memory the one that its step has or would have.
       step: optimizer steps that were done.
       vocab_size: V.
     """
 
     def __init__(
         self,
-        run: str | os.PathLike[str],
+        run: str | os.PathLike[str] | RunInMemory,
         *,
         step: int | None = None,
         overrides: Iterable[str] = (),
+        processes: Processes = ALONE,
     ):
-        """Reads the weights of a checkpoint.
+        """Reads the weights of a checkpoint, or copies those of a run in memory.
+
+        A run in memory keeps its state. Its weights are copied layer by layer into
+        `model.dtype`; arrays that are in it already are shared and not copied. A device holds the
+        state, the copy and one further layer meanwhile; then the state, the copy, and a cache of
+        keys and values while it writes. The model runs on the run's mesh, whose pipeline stages
+        become shards.
 
         Args:
-          run: a run directory, an imported folder, or one checkpoint.
+          run: a run directory, an imported folder, or one checkpoint; or what `run_training`
+            returned or calls a function with. One that had ended before is read from its directory.
           step: its checkpoint of this step; None: the newest.
           overrides: settings of the mesh and of computing, as `mesh.tensor=2` or
             `model.dtype=float32`.
+          processes: the program's, if several read a checkpoint together.
         Raises:
-          InputError: if there is no whole checkpoint, or a setting does not fit it.
+          InputError: if there is no whole checkpoint, a setting does not fit it, or the copy does
+            not fit beside the state.
         """
-        check_overrides(overrides := tuple(overrides))
-        chosen = choose(os.fspath(run), step, overrides, ALONE, FORWARD)
+        self._processes, overrides = processes, tuple(overrides)
+        self._vocabularies: dict[bool, Vocabulary] = {}
+        self._made: dict[tuple[int, ...], Programs] = {}
+        self._programs_of: dict[tuple[int, ...], Programs] = {}  # the same, by what was asked for
+        self._state: TrainState | None = None
+        if isinstance(run, str | os.PathLike):
+            self._read(os.fspath(run), step, overrides)
+        elif run.state is None or run.train_step is None:
+            self._read(os.fspath(run.run_dir), step, overrides)
+        else:
+            self._copy(run, run.state, run.train_step, step, overrides)
+
+    def _read(self, run: str, step: int | None, overrides: tuple[str, ...]) -> None:
+        """Starts the devices and reads a checkpoint."""
+        check_overrides(overrides)
+        chosen = choose(run, step, overrides, self._processes, FORWARD)
         check_simulated_devices(chosen.cfg)
         for note in chosen.notes:
-            warnings.warn(note.removeprefix("warning: "), stacklevel=2)
-        placed = place(chosen)
+            warnings.warn(note.removeprefix("warning: "), stacklevel=3)
+        programs = self._begin(chosen, place(chosen, self._processes), beside=0)
+        self._state = self._separator.take(read_weights(chosen, programs.stored, self._processes))
+
+    def _copy(
+        self,
+        run: RunInMemory,
+        state: TrainState,
+        train_step: TrainStep,
+        step: int | None,
+        overrides: tuple[str, ...],
+    ) -> None:
+        """Takes the weights of a run in memory."""
+        if step is not None or overrides:
+            raise InputError(
+                f"`step` and `overrides` have no effect. Got {step} and {list(overrides)} for a "
+                f"run in memory. Its weights run as it trains them. Leave both out, or name the "
+                f"run's directory."
+            )
+        self._processes = run.processes
+        path = Path(run.run_dir) / "checkpoints" / str(int(state.step))
+        chosen = Chosen(Saved(int(state.step), path, {}), evaluation_config(train_step.cfg, {}), [])
+        placed = place_beside(train_step, chosen.cfg, run.processes)
+        self._begin(chosen, placed, beside=local_bytes(train_step.abstract))
+        self.update(state)
+
+    def _begin(self, chosen: Chosen, placed: PlacedModel, *, beside: int) -> Programs:
+        """Describes the functions, and checks that the weights fit beside so many bytes."""
         self._chosen, self._placed = chosen, placed
         self.path, self.step = Path(chosen.saved.path), chosen.saved.step
         self.vocab_size = placed.cfg.model.vocab_size
-        self._programs_of: dict[tuple[Any, ...], Programs] = {}
         programs = self._programs(1, 1, self.vocab_size)
-        beside = programs.bytes_beside_weights()
-        check_memory(programs.train_step, ALONE, gradients=False, beside=beside)
-        self._state: TrainState = programs.take(read_weights(chosen, programs.stored))
+        beside += programs.bytes_beside_weights()
+        check_memory(programs.train_step, self._processes, gradients=False, beside=beside)
+        self._separator = Separator(programs.stored, self._processes)
+        return programs
+
+    def update(self, state: TrainState) -> None:
+        """Takes newer weights of the same run, on the same devices. Compiles nothing anew.
+
+        The engine gives up its weights first; then the state's are copied as at the beginning.
+
+        Args:
+          state: a state of the run, which stays as it is.
+        Raises:
+          InputError: if it is of another model.
+        """
+        held = self._separator.stored.abstract
+        shapes = [
+            jax.tree.map(lambda x: x.shape, (one.params, one.router_bias, one.frozen))
+            for one in (state, held)
+        ]
+        if shapes[0] != shapes[1]:
+            raise InputError(
+                "state of another model. Its parameters have other names or shapes than the "
+                "engine's. An engine takes states of the run that it was made for. Make another: "
+                "moejax.Engine(run)."
+            )
+        self.release()
+        self._state = self._separator.take(state, keep=True)
+        self.step = int(state.step)
+
+    def release(self) -> None:
+        """Gives up the weights, and keeps the compiled functions; see `update`."""
+        self._state = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weights: not after `release`."""
+        return self._state is not None
 
     def logits(self, token_ids: ArrayLike) -> np.ndarray:
         """Returns the logits of the token after each position, float32.
@@ -84,7 +202,7 @@ class Engine:
         Raises:
           InputError: if they are no ids of the vocabulary.
         """
-        token_BT = self._checked(token_ids)
+        state, token_BT = self._weights, self._checked(token_ids)
         count, length = token_BT.shape[0], token_BT.shape[1]
         programs = self._programs(length, count, self.vocab_size)
         (B, T), parts = programs.train_step.batch_shape, []
@@ -93,7 +211,12 @@ class Engine:
             # Behind a sequence nothing is seen, and other rows take part in nothing.
             padded_BT = np.zeros((B, T), np.int32)
             padded_BT[: len(rows_BT), :length] = rows_BT
-            logit_BTV = np.asarray(programs.logits(self._state, programs.place_batch(padded_BT)))
+            function, arguments = programs.logits, (state, programs.place_batch(padded_BT))
+            if self._processes.count > 1:
+                function = self._processes.compile(function, *arguments)
+                logit_BTV = np.asarray(function(*arguments).addressable_data(0))
+            else:
+                logit_BTV = np.asarray(function(*arguments))
             parts.append(logit_BTV[: len(rows_BT), :length])
         found_BTV = np.concatenate(parts)
         return found_BTV[0] if np.ndim(token_ids) == 1 else found_BTV
@@ -128,44 +251,148 @@ class Engine:
           RunError: if logits are not finite.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        sampling.check()
-        if tokens < 1:
-            raise InputError(f"`tokens` is out of range. Got {tokens}. It is at least 1. Raise it.")
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return [s.text for s in self.sample(prompts, tokens=tokens, sampling=sampling, chat=chat)]
+
+    def sample(
+        self,
+        prompts: str | Sequence[Prompt],
+        *,
+        tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        n: int = 1,
+        chat: bool = False,
+        prompt_logprobs: bool = False,
+        routing: bool = False,
+    ) -> list[Sample]:
+        """Returns texts that continue prompts, with their ids, chances and experts.
+
+            rule = moejax.Sampling(temperature=1.0, seed=step)
+            samples = engine.sample(["def ", [1, 733, 16289]], n=8, sampling=rule)
+
+        Args:
+          prompts: one text, or several; each a text, or ids, in front of which nothing is put.
+          tokens: the most that continue a prompt; one number, or one for each prompt.
+          sampling: the rule of the draws; one, or one for each prompt.
+          n: samples of each prompt, which stand together in the result.
+          chat: whether texts are messages of a user, which the chat template writes.
+          prompt_logprobs: whether the chances of the prompts' tokens are returned.
+          routing: whether the experts of all tokens are returned.
+        Raises:
+          InputError: if an option is out of range, or the model has no place for so much text.
+          RunError: if logits are not finite.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompts:
+            return []
+        most, rules = _each(tokens, len(prompts), "tokens"), _each(sampling, len(prompts), "rules")
+        for rule in rules:
+            rule.check()
+        _check_counts(most, rules, n)
+        vocabulary = self._vocabulary(chat)
+        encoded = self._encoded(prompts, vocabulary, max(most))
+        asked = {"scored": prompt_logprobs, "routing": routing}
+        requests = [
+            Request(ids, most[i], rules[i], vocabulary.stops, number=i * n + j, **asked)
+            for i, ids in enumerate(encoded)
+            for j in range(n)
+        ]
+        return [
+            replace(one, text=vocabulary.continuation(one.prompt_ids, one.ids))
+            for one in self._drawn(requests, vocabulary.allowed)
+        ]
+
+    def score(self, texts: str | Sequence[Prompt]) -> list[np.ndarray]:
+        """Returns the log chance of each token behind a text's first, float32 [T - 1].
+
+            chances = engine.score([prompt_ids + answer_ids])[0][-len(answer_ids):]
+
+        Args:
+          texts: one text, or several; each a text, or ids, in front of which nothing is put.
+        Raises:
+          InputError: if a text has no token, or one that is not in the vocabulary.
+          RunError: if logits are not finite.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
         if not texts:
             return []
-        vocabulary = open_vocabulary(self._chosen, None, None, chat=chat)
-        encoded, notes = encode_prompts(texts, vocabulary, self._placed.cfg, tokens)
-        for note in notes:
-            warnings.warn(note.removeprefix("warning: "), stacklevel=2)
-        longest = max(map(len, encoded)) + tokens
-        programs = self._programs(longest, len(texts), vocabulary.allowed)
-        found: list[list[int]] = [[] for _ in texts]
-        requests = [
-            Request(ids, tokens, sampling, vocabulary.stops, number)
-            for number, ids in enumerate(encoded)
+        named = any(isinstance(text, str) for text in texts)
+        encoded = self._encoded(texts, self._vocabulary(False) if named else None, 0)
+        requests = [Request(ids, 0, scored=True) for ids in encoded]
+        return [
+            np.array(one.prompt_logprobs, np.float32)
+            for one in self._drawn(requests, self.vocab_size)
         ]
-        for number, token in generate(Batch(programs, self._state), requests):
-            found[number].append(token.id)
-        return [vocabulary.continuation(*pair) for pair in zip(encoded, found, strict=True)]
+
+    def encode(self, text: str, *, chat: bool = False) -> list[int]:
+        """Returns the ids of a text as a prompt, with what the tokenizer puts in front."""
+        return self._vocabulary(chat).encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids."""
+        return self._vocabulary(False).tokenizer.decode(list(ids))
+
+    def _drawn(self, requests: list[Request], allowed: int) -> list[Sample]:
+        state, longest = self._weights, max(len(one.ids) + one.tokens for one in requests)
+        programs = self._programs(longest, len(requests), allowed)
+        return draw_samples(Batch(programs, state, self._processes), requests)
+
+    def _encoded(
+        self, prompts: Sequence[Prompt], vocabulary: Vocabulary | None, tokens: int
+    ) -> list[list[int]]:
+        """Returns the ids of texts and of lists of ids."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        found: list[list[int]] = []
+        if vocabulary is not None and texts:
+            found, notes = encode_prompts(texts, vocabulary, self._placed.cfg, tokens)
+            for note in notes:
+                warnings.warn(note.removeprefix("warning: "), stacklevel=4)
+        known = iter(found)
+        return [
+            next(known) if isinstance(prompt, str) else self._checked(prompt, (1,))[0].tolist()
+            for prompt in prompts
+        ]
+
+    def _vocabulary(self, chat: bool) -> Vocabulary:
+        """Returns the tokenizer, opened once."""
+        if chat not in self._vocabularies:
+            self._vocabularies[chat] = open_vocabulary(self._chosen, None, None, chat=chat)
+        return self._vocabularies[chat]
+
+    @property
+    def _weights(self) -> TrainState:
+        if self._state is None:
+            raise InputError(
+                "engine has no weights. They were released: after `on_step` returns, the run's "
+                "memory belongs to its steps. Take them again: `run.engine()` inside `on_step`, or "
+                "`engine.update(state)`."
+            )
+        return self._state
 
     def _programs(self, positions: int, texts: int, allowed: int) -> Programs:
         """Returns the compiled functions for some texts; the same again for their like."""
         slots = min(texts, self._placed.cfg.train.batch_sequences)
-        programs = build_programs(*self._placed, slots=slots, positions=positions, allowed=allowed)
-        key = (programs.slots, programs.positions, allowed)
-        return self._programs_of.setdefault(key, programs)
+        asked = (slots, -(-positions // SHORT), allowed)
+        if asked not in self._programs_of:
+            form = {"slots": slots, "positions": positions, "allowed": allowed}
+            programs = build_programs(*self._placed, **form)
+            made = (programs.slots, programs.positions, allowed)
+            self._made[made] = self._made.get(made, programs)
+            self._programs_of[asked] = self._made[made]
+        return self._programs_of[asked]
 
-    def _checked(self, token_ids: ArrayLike) -> np.ndarray:
+    def _checked(self, token_ids: Any, dims: tuple[int, ...] = (1, 2)) -> np.ndarray:
         """Returns ids as [B, T]."""
-        rule = "Ids are one list of whole numbers, or several lists of one length."
+        rule = "Ids are one list of whole numbers" + ", or several lists of one length" * (
+            2 in dims
+        )
+        rule += "."
         try:
             ids = np.asarray(token_ids)
         except ValueError as error:  # lists of several lengths
             raise InputError(
                 f"ids have several lengths. {rule} Fill the shorter lists up."
             ) from error
-        if ids.ndim not in (1, 2) or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        if ids.ndim not in dims or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             raise InputError(f"no token ids. Got {ids.dtype} of shape {ids.shape}. {rule}")
         wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
         if wrong.size:
@@ -177,3 +404,28 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<model of step {self.step} in {self.path}>"
+
+
+def _each(given: Any, count: int, name: str) -> list[Any]:
+    """Returns one value for each prompt."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise InputError(
+            f"{name} do not fit the prompts. Got {len(given)} {name} for {count} prompts. There is "
+            f"one for all, or one for each. Change their number."
+        )
+    return list(given)
+
+
+def _check_counts(most: list[int], rules: list[Sampling], n: int) -> None:
+    """Checks the numbers of tokens and of samples."""
+    if min(most) < 1:
+        raise InputError(f"`tokens` is out of range. Got {min(most)}. It is at least 1. Raise it.")
+    if n < 1:
+        raise InputError(f"`n` is out of range. Got {n}. It is at least 1. Raise it.")
+    if n > 1 and any(rule.temperature == 0 for rule in rules):
+        raise InputError(
+            f"`n` has no effect. Got {n} at temperature 0, where all samples of a prompt are the "
+            f"same. Set a temperature, or leave `n` out."
+        )

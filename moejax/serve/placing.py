@@ -16,6 +16,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import ALONE, Processes
 from moejax.runtime.start import platform_of, start
+from moejax.step.train_step import TrainStep
 
 # Settings of the forward pass that generation decides by itself, and why.
 DECIDED = {
@@ -39,6 +40,18 @@ def place(chosen: Chosen, processes: Processes = ALONE) -> PlacedModel:
     platform = platform_of(devices)
     cfg = without_stages(on_all_devices(chosen.cfg, len(devices)))
     cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
+    return PlacedModel(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+
+
+def place_beside(train_step: TrainStep, cfg: Config, processes: Processes) -> PlacedModel:
+    """Returns the mesh of a model on the devices of a run that trains, in their order.
+
+    Args:
+      cfg: the run's for an evaluation.
+    """
+    assert isinstance(train_step.mesh, Mesh), "the step is only traced"
+    devices, platform = train_step.mesh.devices.flatten().tolist(), train_step.platform
+    cfg = resolve_mesh(without_stages(cfg), len(devices), platform, processes=processes.count)
     return PlacedModel(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
 
 

@@ -25,7 +25,7 @@ from moejax.layout.layout import Layout, build_layout
 from moejax.model import cached
 from moejax.model.context import Rows
 from moejax.serve.sampling import Drawn, Draws, draw, log_chances
-from moejax.serve.weights import separate, targets_apart
+from moejax.serve.weights import Separator, targets_apart
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, build_step, local_bytes
 
@@ -89,30 +89,35 @@ class Programs:
             rows *= 4
         return min(-(-rows // step) * step, most)
 
-    def extend(self, every: bool) -> Any:
+    def extend(self, every: bool, routing: bool = False) -> Any:
         """The jitted (state, tokens, cache) -> logits behind each row, and the cache, donated.
 
         Args:
           every: whether row r of a device has slot r, for every slot.
+          routing: whether the experts of the tokens, expert_RTLK, are a further result. They are
+            on all devices.
         """
 
         def body(state: TrainState, tokens: NewTokens, cache: cached.Cache) -> Any:
-            x_RTD, w_Dv, transformer, cache = self._run(state, tokens, cache, every)
-            return _last_logits(transformer, x_RTD, w_Dv, tokens), cache
+            x_RTD, w_Dv, transformer, cache, chosen = self._run(
+                state, tokens, cache, every, routing
+            )
+            return _last_logits(transformer, x_RTD, w_Dv, tokens), cache, *chosen
 
         specs = (self._states, self._rows, self._cache_spec)
-        return self._program(
-            ("extend", every), body, specs, (self._rows, self._cache_spec), donate_argnums=2
-        )
+        out = (self._rows, self._cache_spec, *[P()] * routing)
+        return self._program(("extend", every, routing), body, specs, out, donate_argnums=2)
 
-    def score(self, every: bool) -> Any:
+    def score(self, every: bool, routing: bool = False) -> Any:
         """As `extend`; takes another array, the tokens that are behind, and returns their scores.
 
         Scores are on all devices.
         """
 
         def body(state: TrainState, tokens: NewTokens, cache: cached.Cache, next_RT: Any) -> Any:
-            x_RTD, w_Dv, transformer, cache = self._run(state, tokens, cache, every)
+            x_RTD, w_Dv, transformer, cache, chosen = self._run(
+                state, tokens, cache, every, routing
+            )
             logit_RV = _last_logits(transformer, x_RTD, w_Dv, tokens)
 
             def of_tokens(arrays: tuple[jax.Array, jax.Array]) -> Scores:
@@ -124,11 +129,11 @@ class Programs:
             # A position of all rows at a time, so that few logits are held.
             scores = jax.lax.map(of_tokens, (x_RTD.swapaxes(0, 1), next_RT.T))
             scores = jax.tree.map(lambda x: x.swapaxes(0, 1), scores)
-            return logit_RV, cache, self._on_all(scores)
+            return logit_RV, cache, self._on_all(scores), *chosen
 
         specs = (self._states, self._rows, self._cache_spec, self._rows)
-        out = (self._rows, self._cache_spec, P())
-        return self._program(("score", every), body, specs, out, donate_argnums=2)
+        out = (self._rows, self._cache_spec, P(), *[P()] * routing)
+        return self._program(("score", every, routing), body, specs, out, donate_argnums=2)
 
     def draw(self, kind: str, likeliest: int) -> Any:
         """The jitted (logits, draws) -> tokens on all devices; see `sampling.draw`."""
@@ -141,21 +146,27 @@ class Programs:
 
     @cached_property
     def logits(self) -> Any:
-        """The jitted (state, token_BT) -> logit_BTV of every position, float32, without a cache."""
-        model = self.train_step.plain.model
+        """The jitted (state, token_BT) -> logit_BTV of every position, float32, without a cache.
+
+        Where several processes share the mesh, all devices have them.
+        """
+        model, mesh = self.train_step.plain.model, self.train_step.mesh
+        shared = isinstance(mesh, Mesh) and mesh.is_multi_process
 
         def body(state: TrainState, token_BT: jax.Array) -> jax.Array:
             transformer = model.merge(state.params, state.router_bias, state.frozen)
             x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
             logit_NV = cached.whole_logits(transformer, x_BTD.reshape(-1, x_BTD.shape[2]), w_Dv)
-            return context.gather(logit_NV.reshape(*x_BTD.shape[:2], -1), self._layout)
+            logit_BTV = context.gather(logit_NV.reshape(*x_BTD.shape[:2], -1), self._layout)
+            axes = self._layout.row_axes if shared else ()
+            return wire.all_gather(logit_BTV, axes, dim=0, tag=None)
 
         batch = self._layout.token_spec()
-        return self._program("logits", body, (self._states, batch), batch)
+        return self._program("logits", body, (self._states, batch), P() if shared else batch)
 
     def take(self, state: TrainState) -> TrainState:
         """Returns a state of `stored` as the functions take it; deletes its arrays."""
-        return separate(state, self.stored)
+        return Separator(self.stored).take(state)
 
     def place(self, arrays: Any) -> Any:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""
@@ -192,14 +203,21 @@ class Programs:
         cfg = self.train_step.cfg.model
         return max(cached.cache_bytes(self._cache_shapes, cfg, self._layout), largest)
 
-    def _run(self, state: TrainState, tokens: NewTokens, cache: cached.Cache, every: bool) -> Any:
-        """Returns hidden states, the output projection, the model and the cache."""
+    def _run(
+        self, state: TrainState, tokens: NewTokens, cache: cached.Cache, every: bool, routing: bool
+    ) -> Any:
+        """Returns hidden states, the output projection, the model, the cache, and the experts.
+
+        The last is a list: of one array, or of none without `routing`.
+        """
         length = tokens.token_RT.shape[1]
         train_step = self.single if length == 1 else self.train_step
         transformer = train_step.plain.model.merge(state.params, state.router_bias, state.frozen)
         rows = Rows(tokens.slot_R, tokens.start_R, tokens.count_R, length, every)
-        x_RTD, cache = cached.extend(transformer, tokens.token_RT, rows, cache)
-        return x_RTD, transformer.embedding.weights()[1], transformer, cache
+        found = cached.extend(transformer, tokens.token_RT, rows, cache, routing=routing)
+        chosen = [self._on_all(found.expert_RTLK)] if routing else []
+        w_Dv = transformer.embedding.weights()[1]
+        return found.x_RTD, w_Dv, transformer, found.cache, chosen
 
     def _on_all(self, arrays: Any) -> Any:
         """Gathers rows over the devices."""

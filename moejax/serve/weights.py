@@ -5,27 +5,118 @@ slices, and for the few tokens of a decoding step the copy takes longer than the
 """
 
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from moejax.comm.weights.adapters import Adapter
 from moejax.config.pattern import layer_groups
+from moejax.runtime.processes import ALONE, Processes
 from moejax.step.adapters import full_name, matrices_in
 from moejax.step.state import TrainState, Tree
 from moejax.step.train_step import TrainStep
 
 
-def separate(state: TrainState, stored: TrainStep) -> TrainState:
-    """Returns a state of `stored` with each layer apart; deletes its arrays.
+class Separator:
+    """Cuts the stacked weights of a run into layers. A further state compiles nothing."""
 
-    Adapters are not merged into their weights, so that texts come from the run's arithmetic.
-    """
-    frozen = None if state.frozen is None else _apart(_narrowed(state.frozen, stored), stored)
-    return state._replace(
-        params=_apart(state.params, stored),
-        router_bias=_apart(state.router_bias, stored),
-        frozen=frozen,
-    )
+    def __init__(self, stored: TrainStep, processes: Processes = ALONE):
+        """Takes the functions for weights as a checkpoint has them; several processes share it."""
+        self.stored, self._processes = stored, processes
+        self._made: dict[Any, Any] = {}
+        held, dims, dtype = stored.abstract, stored.model.frozen_dims, stored.cfg.model.dtype
+        frozen = None if held.frozen is None else matrices_in(dtype, dims, held.frozen)
+        self._held = held._replace(frozen=frozen)  # frozen matrices as they multiply
+
+    def take(self, state: TrainState, *, keep: bool = False) -> TrainState:
+        """Returns the weights of a state with each layer apart. All processes call it.
+
+        Adapters are not merged into their weights, so that texts come from the run's arithmetic.
+        Arrays that need no change are handed on, and not copied.
+
+        Args:
+          state: a state as `stored` describes it, or one of a run on the same devices, in any
+            dtype and layout: that of pipeline stages, for example.
+          keep: whether the state lives on. If not, its arrays are deleted as they are cut. Either
+            way a device holds one further layer at a time beside its arguments and results.
+        """
+        parts = ("params", "router_bias", "frozen")
+        taken = {
+            part: self._apart(getattr(state, part), getattr(self._held, part), keep)
+            for part in parts
+        }
+        return state._replace(optimizer=(), reduction=None, **taken)
+
+    def _apart(self, tree: Tree, held: Tree, keep: bool) -> Tree:
+        """Cuts the stacked weights of each layer group into groups of one repeat."""
+        if tree is None or "groups" not in tree:
+            return tree
+        whole = {name: part for name, part in held.items() if name != "groups"}
+        apart, first = {}, 0
+        for number, (_, repeats) in enumerate(layer_groups(self.stored.cfg.model)):
+            if number in tree["groups"]:
+                cut = partial(self._cut, repeats=repeats, keep=keep)
+                layers = jax.tree.map(cut, held["groups"][number], tree["groups"][number])
+                for repeat in range(repeats):
+                    apart[first + repeat] = jax.tree.map(
+                        lambda _, own, repeat=repeat: own[repeat], held["groups"][number], layers
+                    )
+            first += repeats
+        moved = {
+            name: jax.tree.map(partial(self._moved, keep=keep), part, tree[name])
+            for name, part in whole.items()
+        }
+        return {**moved, "groups": apart}
+
+    def _cut(self, held: Any, stacked: jax.Array, *, repeats: int, keep: bool) -> list[jax.Array]:
+        """Returns an array's parts of one repeat each."""
+        if repeats == 1:
+            return [self._moved(held, stacked, keep=keep)]
+        shared = stacked.sharding.shard_shape(stacked.shape)[0] < repeats
+        function = self._jitted(_layer_of_stages if shared else _layer, held)
+        parts = [self._call(function, stacked, repeat) for repeat in range(repeats)]
+        if not keep:
+            stacked.delete()
+        return parts
+
+    def _moved(self, held: Any, array: jax.Array, *, keep: bool) -> jax.Array:
+        """Returns an array in the dtype and the sharding in which it is held."""
+        alike = array.sharding.is_equivalent_to(held.sharding, array.ndim)
+        if alike and array.dtype == held.dtype:
+            return array
+        moved = self._call(self._jitted(_cast, held), array)
+        if not keep:
+            array.delete()
+        return moved
+
+    def _jitted(self, function: Any, held: Any) -> Any:
+        key = function, held.dtype, held.sharding
+        if key not in self._made:
+            cast = partial(function, dtype=held.dtype)
+            self._made[key] = jax.jit(cast, out_shardings=held.sharding)
+        return self._made[key]
+
+    def _call(self, function: Any, *arguments: Any) -> jax.Array:
+        """Calls a function, and waits: a collective is under way at a time."""
+        if self._processes.count > 1:
+            function = self._processes.compile(function, *arguments)
+        return function(*arguments).block_until_ready()
+
+
+def _cast(x: jax.Array, *, dtype: DTypeLike) -> jax.Array:
+    return x.astype(dtype)
+
+
+def _layer(stacked: jax.Array, repeat: Any, *, dtype: DTypeLike) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(stacked, repeat, 1).astype(dtype)
+
+
+def _layer_of_stages(stacked: jax.Array, repeat: Any, *, dtype: DTypeLike) -> jax.Array:
+    """As `_layer`, of layers that devices share: a sum sends one layer, a slice would send all."""
+    own = jnp.arange(len(stacked)).reshape(-1, *[1] * (stacked.ndim - 1)) == repeat
+    return jnp.sum(jnp.where(own, stacked.astype(dtype), 0), axis=0, keepdims=True)
 
 
 def targets_apart(stored: TrainStep) -> tuple[str, ...] | None:
@@ -50,44 +141,3 @@ def _names_apart(name: str, groups: list[int]) -> list[str]:
     _, number, rest = name.split(".", 2)
     first = sum(groups[: int(number)])
     return [f"groups.{first + repeat}.{rest}" for repeat in range(groups[int(number)])]
-
-
-def _narrowed(frozen: Tree, stored: TrainStep) -> Tree:
-    """Takes frozen matrices to the dtype in which they multiply."""
-    dims, dtype = stored.model.frozen_dims, stored.cfg.model.dtype
-
-    def narrow(weight: jax.Array, held: jax.ShapeDtypeStruct) -> jax.Array:
-        if weight.dtype == held.dtype:
-            return weight
-        cast = jax.jit(lambda x: x.astype(held.dtype), out_shardings=held.sharding)
-        result = cast(weight).block_until_ready()
-        weight.delete()
-        return result
-
-    return jax.tree.map(narrow, frozen, matrices_in(dtype, dims, stored.abstract.frozen))
-
-
-def _apart(tree: Tree, stored: TrainStep) -> Tree:
-    """Cuts the stacked weights of each layer group into groups of one repeat."""
-    if "groups" not in tree:
-        return tree
-    apart, first = {}, 0
-    for number, (_, repeats) in enumerate(layer_groups(stored.cfg.model)):
-        if number in tree["groups"]:
-            leaves, structure = jax.tree.flatten(tree["groups"][number])
-            cut = [_cut(leaf, repeats) for leaf in leaves]
-            for repeat, own in enumerate(zip(*cut, strict=True)):
-                apart[first + repeat] = jax.tree.unflatten(structure, own)
-        first += repeats
-    return {**tree, "groups": apart}
-
-
-def _cut(stacked: jax.Array, repeats: int) -> list[jax.Array]:
-    """Returns an array's parts of one repeat each, sharded as it is, and deletes it."""
-    if repeats == 1:
-        return [stacked]
-    part = partial(jax.lax.dynamic_slice_in_dim, slice_size=1)
-    part = jax.jit(part, out_shardings=stacked.sharding)
-    parts = jax.block_until_ready([part(stacked, repeat) for repeat in range(repeats)])
-    stacked.delete()
-    return parts

@@ -12,7 +12,7 @@ All processes run this code. Process 0 alone writes records and shows lines.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from moejax.errors import DivergedError, ReplicasError
 from moejax.plan.cluster.topology import Topology
 from moejax.runtime.assignment import Assignment, find_assignment
 from moejax.runtime.patches import let_orbax_begin_again
-from moejax.runtime.processes import Processes
+from moejax.runtime.processes import ALONE, Processes
 from moejax.runtime.start import join, leave, measure_peak
 from moejax.screen import screen
 from moejax.step.model import check_adapters
@@ -55,7 +55,7 @@ from moejax.train.records.start_record import ExpertLoads, describe_start, highe
 from moejax.train.records.summary import memory_warnings, print_summary
 from moejax.train.records.trackers import check_trackers, open_trackers
 from moejax.train.rollback import run_with_rollbacks
-from moejax.train.run import Run, Start
+from moejax.train.run import OnStep, Run, Start
 from moejax.train.start import (
     check_disk,
     check_has_base,
@@ -81,17 +81,23 @@ class RunEnd(NamedTuple):
       stopped: whether it was asked to stop before its last step.
       reassigned: whether it goes on with other processes (`runtime.assignment`).
       new_links: the cluster as measured just now, if the run goes on with a new plan.
+      train_step: the functions that the state is for; None without a state.
+      processes: the program's.
     """
 
     state: TrainState | None
     stopped: bool = False
     reassigned: bool = False
     new_links: Topology | None = None
+    train_step: TrainStep | None = None
+    processes: Processes = ALONE
 
 
-def train(cfg: Config, console: Console) -> RunEnd:
+def train(cfg: Config, console: Console, on_step: OnStep | None = None) -> RunEnd:
     """Trains as configured, resuming if the run directory holds a checkpoint.
 
+    Args:
+      on_step: called between steps. Its errors end the run.
     Raises:
       InputError: for anything the user can fix, before a device is touched where that is possible.
       RunError: if the run could not reach its end.
@@ -105,7 +111,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check_trackers(cfg)
     inputs, assignment = open_inputs(cfg), find_assignment()
     while True:  # once, or once for each set of hosts
-        end = train_together(cfg, inputs, console, assignment)
+        end = train_together(cfg, inputs, console, assignment, on_step)
         if assignment is None or not end.reassigned:
             return end
         forget_places()
@@ -116,11 +122,15 @@ def train(cfg: Config, console: Console) -> RunEnd:
 
 
 def train_together(
-    cfg: Config, inputs: Inputs, console: Console, assignment: Assignment | None
+    cfg: Config,
+    inputs: Inputs,
+    console: Console,
+    assignment: Assignment | None,
+    on_step: OnStep | None,
 ) -> RunEnd:
     """Trains with the processes that are assigned now; plans once more if its links change."""
     with join_program(cfg, inputs, console, assignment) as start:
-        new_links = None
+        start, new_links = replace(start, on_step=on_step), None
         while True:  # once, or once for each plan
             origin = find_origin(start)
             if origin is None:
@@ -227,7 +237,7 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
     memory = origin.memory.begin_saves(train_step, inputs.content, base, records.event, warn)
     run = Run(cfg, train_step, inputs, checkpoints, records, meter, display, console)
     run.processes, run.watch, run.assignment = processes, start.watch, start.assignment
-    run.memory, run.base, run.recent = memory, base, recent
+    run.memory, run.base, run.recent, run.on_step = memory, base, recent, start.on_step
     if processes.first and cfg.model.has_experts:
         run.expert_loads = ExpertLoads(Path(cfg.run_dir), cfg.train.num_steps)
     if planned.run_plan.plan is not None:
@@ -255,7 +265,9 @@ def run_to_end(run: Run, state: TrainState) -> RunEnd:
         run.close()
     if stopped and run.new_links is not None:
         return RunEnd(None, stopped, new_links=run.new_links)
-    return RunEnd(None if run.reassigned else state, stopped, run.reassigned)
+    if run.reassigned:
+        return RunEnd(None, stopped, reassigned=True)
+    return RunEnd(state, stopped, train_step=run.train_step, processes=run.processes)
 
 
 def check_origin(origin: Origin, planned: PlannedStep, processes: Processes) -> None:

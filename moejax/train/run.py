@@ -1,7 +1,8 @@
 """The two states of a run that its stages share: started, and running."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -11,6 +12,7 @@ from moejax.plan.cluster.topology import Topology
 from moejax.runtime.assignment import Assignment
 from moejax.runtime.processes import ALONE, Processes
 from moejax.runtime.watch import Watch
+from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.inputs import Inputs
 from moejax.train.memory.checkpoints import MemoryCheckpoints
@@ -18,6 +20,16 @@ from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.records.display import Display
 from moejax.train.records.metrics import Meter, Records
 from moejax.train.records.start_record import ExpertLoads
+
+
+class OnStep(NamedTuple):
+    """A function that is called with the run and its state after every so many steps.
+
+    All processes call it. It leaves the state as it is, and the next step deletes its arrays.
+    """
+
+    call: Callable[["Run", TrainState], None]
+    every: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class Start:
       console: shows lines in process 0 only.
       watch: is told which stage the run is in.
       assignment: of a process whose program's hosts may change.
+      on_step: called between steps.
     """
 
     cfg: Config
@@ -37,6 +50,7 @@ class Start:
     processes: Processes
     watch: Watch
     assignment: Assignment | None = None
+    on_step: OnStep | None = None
 
 
 @dataclass
@@ -54,6 +68,7 @@ class Run:
       new_links: measured by the monitor, if the run shall stop and plan again with them.
       assignment: of a process whose program's hosts may change.
       reassigned: whether the loop ended because they do.
+      on_step: called between steps.
     """
 
     cfg: Config
@@ -74,6 +89,7 @@ class Run:
     new_links: Topology | None = None
     assignment: Assignment | None = None
     reassigned: bool = False
+    on_step: OnStep | None = None
 
     @property
     def hosts_change(self) -> bool:

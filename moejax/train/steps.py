@@ -39,7 +39,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     schedule = CodecSchedule(run.train_step, run.processes, run.watch)
     stopping = Stop(run.processes)
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
-    shown, saving = "", (cfg.checkpoint.save_every, cfg.checkpoint.memory_every)
+    shown, watched = "", (cfg.checkpoint.save_every, cfg.checkpoint.memory_every, called(run))
     if run.meter.started is None:  # after going back it is compiled already
         compile_step(run, schedule, step)
     with (
@@ -63,7 +63,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             if run.meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, step, metrics)
             stop = stopping.after(step, interrupt.requested or run.hosts_change)
-            if step == last or stop or due(step, *saving):
+            if step == last or stop or due(step, *watched):
                 check.settle(step, metrics)
             saves = due(step, cfg.checkpoint.save_every) and not check.suspicious
             if saves or step == last or stop:
@@ -74,8 +74,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             if step < last and (stop or (saves and run.new_links is not None)):
                 stop_early(run, step, interrupt.requested)
                 return state, True
-            if due(step, cfg.train.eval_every) and step < last:
-                evaluate_part(run, state, step, lambda: interrupt.requested)
+            between_steps(run, state, step, lambda: interrupt.requested)
             run.watch.enter("input", step + 1)
     return state, False
 
@@ -95,13 +94,27 @@ def show_codecs(run: Run, step: int, codecs: str, shown: str) -> str:
     return codecs
 
 
-def evaluate_part(run: Run, state: TrainState, step: int, asked: Callable[[], bool]) -> None:
-    """Evaluates on a part of the held-out text. Rates do not count the time."""
+def called(run: Run) -> int | None:
+    """Returns the steps between two calls of `Run.on_step`."""
+    return None if run.on_step is None else run.on_step.every
+
+
+def between_steps(run: Run, state: TrainState, step: int, asked: Callable[[], bool]) -> None:
+    """Evaluates, and calls the user's function, where due. Rates do not count the time."""
     began = time.perf_counter()
+    if due(step, run.cfg.train.eval_every) and step < run.cfg.train.num_steps:
+        evaluate_part(run, state, step, asked)
+    if run.on_step is not None and due(step, run.on_step.every):
+        with run.watch.during("on_step", step):
+            run.on_step.call(run, state)
+    run.meter.pause(time.perf_counter() - began)
+
+
+def evaluate_part(run: Run, state: TrainState, step: int, asked: Callable[[], bool]) -> None:
+    """Evaluates on a part of the held-out text."""
     with run.watch.during("evaluate", step):
         batches = run.cfg.train.eval_batches
         evaluate(run, state, step, batches, lambda: asked() or run.hosts_change)
-    run.meter.pause(time.perf_counter() - began)
 
 
 def end_profile(

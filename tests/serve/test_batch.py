@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from moejax.errors import InputError, RunError
 from moejax.runtime.processes import Processes
 from moejax.serve import programs as serve_programs
-from moejax.serve.batch import Batch, Request, generate
+from moejax.serve.batch import Batch, Request
+from moejax.serve.samples import draw_samples
 from moejax.serve.sampling import Sampling
 from tests.cases import small_config
 from tests.serve.models import on_mesh, programs_for, random_state
@@ -39,10 +40,7 @@ def requests_of(prompts, sampling=None, tokens=TOKENS, stops=()):
 
 
 def texts(programs, state, requests):
-    found = [[] for _ in requests]
-    for number, token in generate(Batch(programs, state), requests):
-        found[number].append(token.id)
-    return found
+    return [sample.ids for sample in draw_samples(Batch(programs, state), requests)]
 
 
 @functools.cache
@@ -224,8 +222,8 @@ def test_several_processes_compile_a_function_before_it_is_called(monkeypatch):
     monkeypatch.setattr(Processes, "gather", lambda self, value: [value] * self.count)
     processes = Processes(0, 2)
     batch = Batch(programs, state, processes)
-    found = [token.id for _, token in generate(batch, requests_of([[5]]))]
-    assert found == greedy()[0]
+    (found,) = draw_samples(batch, requests_of([[5]]))
+    assert found.ids == greedy()[0]
     assert set(processes._compiled) == {
         programs.extend(False),
         programs.draw("greedy", 0),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 import moejax
@@ -43,6 +44,29 @@ def test_a_prompt_is_continued_as_text_as_json_and_while_it_grows(run, capsys):
     assert shown.out == f"def {text['text']}\n"
     assert "tokens in" in shown.err
     assert generated(capsys, run, "--prompt", "def ", "--stream").out == shown.out
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_routing_is_written_beside_the_texts(run, capsys, tmp_path):
+    (tmp_path / "prompts").write_text("def \nclass\n")
+    words = ["--prompts", tmp_path / "prompts", "--json"]
+    routing = ("--routing", tmp_path / "routing.npz")
+    texts = json.loads(generated(capsys, run, *words, *routing).out)["texts"]
+    with np.load(tmp_path / "routing.npz", allow_pickle=False) as found:
+        prompts, sizes = found["prompt_tokens_N"].tolist(), found["tokens_N"].tolist()
+        assert prompts == [text["prompt_tokens"] for text in texts]
+        first = found["id_T"][prompts[0] : sizes[0]].tolist()
+        assert (first, found["layer_L"].tolist()) == (texts[0]["tokens"], [0])
+        expert_TLK, count = found["expert_TLK"], int(found["num_experts"])
+    assert expert_TLK.shape == (sum(sizes), 1, 2)
+    unknown = (expert_TLK == -1).all(axis=(1, 2))
+    assert unknown.sum() == sum(text["ended"] == "length" for text in texts)
+    assert (expert_TLK[~unknown] >= 0).all()
+    assert (expert_TLK < count).all()
+    assert (
+        "routing cannot be written"
+        in generated(capsys, run, *words, "--routing", tmp_path / "a.json", code=2).err
+    )
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -105,3 +105,55 @@ def test_options_are_checked(model, imported):
         moejax.Engine(imported[0].parent / "nowhere")
     with pytest.raises(InputError, match=r"`moe\.capacity_factor` has no effect"):
         moejax.Engine(imported[0], overrides=["moe.capacity_factor=2"])
+
+
+def test_samples_have_ids_chances_and_experts(model, imported):
+    prompts = ["w3 w40", [5, 6, 7]]
+    rules = [moejax.Sampling(temperature=1.0, seed=4), moejax.Sampling(0.7, top_k=5, seed=5)]
+    asked = {"tokens": [3, 5], "n": 2, "prompt_logprobs": True, "routing": True}
+    samples = model.sample(prompts, sampling=rules, **asked)
+    assert [one.prompt_ids for one in samples] == [[3, 40]] * 2 + [[5, 6, 7]] * 2
+    layers, chosen = model._placed.cfg.model.num_layers, model._placed.cfg.moe.experts_per_token
+    for one, most in zip(samples, (3, 3, 5, 5), strict=True):
+        ids = [*one.prompt_ids, *one.ids]
+        assert len(one.ids) == most if one.ended == "length" else len(one.ids) < most
+        assert one.text.split() == [f"w{id}" for id in one.ids]
+        logit_TV = model.logits(ids).astype(np.float64)
+        log_TV = logit_TV - np.log(np.exp(logit_TV).sum(-1, keepdims=True))
+        wanted = log_TV[np.arange(len(ids) - 1), ids[1:]]
+        found = [*one.prompt_logprobs, *one.logprobs]
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(model.score([ids])[0], wanted, rtol=0, atol=1e-5)
+        assert one.expert_TLK.shape == (len(ids), layers, chosen)
+    # One rule for all, and alone: a draw depends on the seed and on the sample's number.
+    (alone,) = model.sample(prompts[:1], tokens=3, sampling=rules[0])
+    assert alone.ids == samples[0].ids
+    assert alone.expert_TLK is None
+    assert model.sample([]) == model.score([]) == []
+
+
+def test_texts_are_ids_and_back(model):
+    assert model.encode("w3 w40") == [3, 40]
+    assert model.decode([3, 40]) == "w3 w40"
+    np.testing.assert_array_equal(model.score(["w3 w40 w5"])[0], model.score([[3, 40, 5]])[0])
+    assert model.score([[3]])[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"n": 0}, "`n` is out of range"),
+        ({"n": 2}, "`n` has no effect. Got 2 at temperature 0"),
+        ({"tokens": [1, 2]}, "tokens do not fit the prompts. Got 2 tokens for 1 prompts"),
+        ({"sampling": [moejax.Sampling()] * 3}, "rules do not fit the prompts. Got 3 rules"),
+    ],
+)
+def test_rules_of_samples_are_checked(model, how, said):
+    with pytest.raises(InputError, match=said):
+        model.sample(["w3"], **how)
+
+
+@pytest.mark.parametrize("prompts", [[[[3, 4], [5, 6]]], [3, 4]])
+def test_a_prompt_is_one_list_of_ids(model, prompts):
+    with pytest.raises(InputError, match=r"no token ids\..* Ids are one list of whole numbers\."):
+        model.sample(prompts)

@@ -12,8 +12,9 @@ from moejax.kernels.attention.cached_attention import KEYS
 from moejax.layout.route import ROUTES
 from moejax.moe.sizes import usual_sizes
 from moejax.serve import programs as serve_programs
-from moejax.serve.batch import Batch, Request, generate
+from moejax.serve.batch import Batch, Request
 from moejax.serve.programs import LONG, SHORT, no_tokens
+from moejax.serve.samples import draw_samples
 from tests.cases import CERTAIN, small_config, step_for
 from tests.hf.golden import cases_of, loaded
 from tests.serve.models import on_mesh, programs_for, random_state, weights_of
@@ -247,8 +248,8 @@ def test_greedy_texts_are_those_of_transformers(tmp_path, family, name, mesh):
     prompt, tokens = case["tokens"][0][:8], len(case["greedy"])
     programs = programs_for(train_step.cfg, 1, len(prompt) + tokens)
     batch = Batch(programs, programs.take(weights_of(state)))
-    found = generate(batch, [Request(prompt, tokens)])
-    assert [token.id for _, token in found] == case["greedy"]
+    (found,) = draw_samples(batch, [Request(prompt, tokens)])
+    assert found.ids == case["greedy"]
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.config.schema import LoraConfig
-from moejax.serve.weights import separate, targets_apart
+from moejax.serve.weights import Separator, targets_apart
 from moejax.step.adapters import full_name
 from tests.cases import CERTAIN, small_config
 from tests.serve.models import on_mesh, programs_for, random_state
@@ -31,7 +31,7 @@ def test_layers_are_apart_and_frozen_matrices_in_the_dtype_of_their_products(tar
     abstract = programs.stored.abstract
     whole = on_mesh(drawn, programs.stored)
     given = by_name(whole.frozen)
-    apart = separate(whole, programs.stored)
+    apart = Separator(programs.stored).take(whole)
     for part in ("params", "frozen"):
         wanted = by_name(getattr(drawn, part))
         found = by_name(getattr(apart, part))

@@ -1,0 +1,120 @@
+"""Texts that a model drew, with what a trainer asks of them: chances of tokens, and experts.
+
+Letters: T tokens of a prompt and its text, L layers with experts, K experts chosen per token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.errors import InputError
+from moejax.serve.batch import Batch, Request, news
+
+FREE = -1  # in place of an expert: the token did not run, so a later run decides freely
+FORMAT = 1  # of the file, see docs/formats/routing.md
+
+
+@dataclass
+class Sample:
+    """A prompt and the text that continues it.
+
+    Log chances are natural logarithms, of the whole vocabulary and at temperature 1, as in a loss.
+
+    Attributes:
+      prompt_ids: ids of the prompt.
+      ids: ids that continue it, without the one that ended it.
+      logprobs: log chance of each of `ids`.
+      ended: "stop" if an id ended the text, "length" if it has as many tokens as it may.
+      text: `ids` as text.
+      prompt_logprobs: log chance of each id of the prompt behind its first, if asked for.
+      expert_TLK: the experts that each token of prompt and text chose in each layer with experts,
+        in the order of layers and of scores, if asked for. They are -1 for the last token of a
+        text that ended by its length: the model did not run on it.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: str = ""
+    text: str = ""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    expert_TLK: np.ndarray | None = None
+
+
+def draw_samples(
+    batch: Batch,
+    requests: Sequence[Request],
+    grown: Callable[[int, Sample], None] = lambda number, sample: None,
+) -> list[Sample]:
+    """Returns a sample of each request, without its text. All processes call it alike.
+
+    Args:
+      grown: called with a sample and its request's number whenever there is news of it.
+    Raises:
+      InputError: if a slot has no room for a text.
+      RunError: if logits are not finite.
+    """
+    samples = [Sample(list(request.ids)) for request in requests]
+    experts: list[list[np.ndarray]] = [[] for _ in requests]
+    for number, event in news(batch, requests):
+        sample = samples[number]
+        sample.ids += [token.id for token in event.tokens]
+        sample.logprobs += [token.logprob for token in event.tokens]
+        sample.prompt_logprobs += [token.logprob for token in event.scored]
+        sample.ended = event.ended or ""
+        experts[number] += event.experts
+        grown(number, sample)
+    for sample, parts in zip(samples, experts, strict=True):
+        if parts:
+            sample.expert_TLK = _joined(parts, len(sample.prompt_ids) + len(sample.ids))
+    return samples
+
+
+def _joined(parts: list[np.ndarray], tokens: int) -> np.ndarray:
+    """Joins the experts of tokens; the last one may be missing."""
+    expert_TLK = np.concatenate(parts)
+    missing = [(0, tokens - len(expert_TLK)), (0, 0), (0, 0)]
+    return np.pad(expert_TLK, missing, constant_values=FREE)
+
+
+def check_routing_file(path: str, has_experts: bool) -> None:
+    """Checks that the routing of a model can be written to a file.
+
+    Raises:
+      InputError: if not.
+    """
+    if not has_experts:
+        raise InputError(
+            "`--routing` has no effect. The model has no experts, so every token takes the same "
+            "way. Leave it out."
+        )
+    if Path(path).suffix != ".npz" or not Path(path).absolute().parent.is_dir():
+        raise InputError(
+            f"routing cannot be written. Got --routing {path}. It must be the name of a .npz file "
+            f"in a folder that is there. Choose another name, or make the folder."
+        )
+
+
+def write_routing(
+    path: str, samples: Sequence[Sample], *, layers: Sequence[int], num_experts: int
+) -> None:
+    """Writes tokens and their experts as docs/formats/routing.md describes it.
+
+    Args:
+      layers: numbers of the layers with experts, from 0.
+    """
+    ids = [np.array([*sample.prompt_ids, *sample.ids], np.int32) for sample in samples]
+    arrays: dict[str, Any] = {
+        "format": np.int32(FORMAT),
+        "num_experts": np.int32(num_experts),
+        "layer_L": np.array(layers, np.int32),
+        "tokens_N": np.array([len(own) for own in ids], np.int32),
+        "prompt_tokens_N": np.array([len(sample.prompt_ids) for sample in samples], np.int32),
+        "id_T": np.concatenate(ids),
+        "expert_TLK": np.concatenate([sample.expert_TLK for sample in samples]),
+    }
+    with Path(path).open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
