@@ -6,7 +6,7 @@ that are given the same requests make the same calls.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -304,9 +304,15 @@ def _draws(ready: dict[int, _Text], rows: int) -> Draws:
     return draws
 
 
-def generate(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
+def generate(
+    batch: Batch,
+    requests: Sequence[Request],
+    ends: Callable[[int, Token], bool] | None = None,
+) -> Iterator[tuple[int, Token]]:
     """Yields the tokens that continue prompts, each with its prompt's number, as they are found.
 
+    Args:
+      ends: is given the same; returns whether the text ends with this token.
     Raises:
       RunError: if logits are not finite.
     """
@@ -320,5 +326,8 @@ def generate(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, T
                     f"is as it was. Take another one: --step."
                 )
             for token in tokens:
+                if ends is not None and ends(numbers[key], token) and ended is None:
+                    batch.cancel(key)
+                    ended = "stop"
                 yield numbers[key], token
             going -= ended is not None

@@ -4,22 +4,28 @@ import argparse
 import json
 import sys
 import time
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from moejax.config.command_line import Parser
 from moejax.config.load import split_overrides
 from moejax.errors import InputError, exit_code
-from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
+from moejax.evaluate.checkpoint import Chosen
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.screen import screen
-from moejax.serve.batch import Batch, Request, generate
-from moejax.serve.placing import check_overrides, place
+from moejax.serve.batch import Batch, Request, Token, generate
+from moejax.serve.flags import (
+    add_checkpoint,
+    add_settings,
+    add_tokenizer,
+    choose_model,
+    load_weights,
+)
+from moejax.serve.placing import place
 from moejax.serve.programs import build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
 from moejax.serve.sampling import Sampling
-from moejax.train.records.summary import check_memory
-from moejax.train.start import check_same_config, check_simulated_devices
+from moejax.serve.texts import GrowingText, check_stops
 
 EPILOG = """\
 examples:
@@ -28,19 +34,33 @@ examples:
   moejax generate --run runs/books --prompt "Once" --config.mesh.tensor=2
   moejax generate --run runs/olmoe_chat --chat --prompt "What is a mesh?"
 
-A text ends at the token that ends documents, or after --tokens. With --chat
-the model's chat template writes the prompt. A continuation depends neither on
-other prompts nor on the mesh (but for the last bits of logits).
+A text ends at the token that ends documents, before the first --stop, or after
+--tokens. With --chat the model's chat template writes the prompt. A text
+depends neither on others nor on the mesh (but for the last bits of logits).
 Exit codes: 0 done, 1 logits are not finite, 2 bad input, 130 stopped.
 """
 
 
-class Text(NamedTuple):
+@dataclass
+class Text:
     """A prompt and its continuation."""
 
     prompt: str
     prompt_ids: list[int]
-    ids: list[int]
+    growing: GrowingText
+    ids: list[int] = field(default_factory=list)
+    continuation: str = ""
+
+    def add(self, id: int) -> bool:
+        """Adds a token. Returns whether a stop string ends the text."""
+        self.ids.append(id)
+        self.continuation += self.growing.add(id)
+        return self.growing.stopped
+
+    def end(self) -> None:
+        """Adds characters that were held back; leaves only the tokens of the text."""
+        self.continuation += self.growing.end()
+        del self.ids[self.growing.kept :]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,16 +70,14 @@ def parser() -> argparse.ArgumentParser:
         description="Continues texts, with a cache of keys and values.",
         epilog=EPILOG,
     )
+    add_checkpoint(command)
     add = command.add_argument
-    add("--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint")
-    add("--step", type=int, metavar="N", help="its checkpoint of step N (default: the newest)")
     prompts = command.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompts.add_argument(
         "--prompts", metavar="FILE", help="texts to continue: lines of a file that are not blank"
     )
     add("--chat", action="store_true", help="prompts are messages of a user; show the answers")
-    add("--chat-template", metavar="FILE", help="a Jinja template (default: the model's)")
     add("--tokens", type=int, default=128, metavar="N", help="most tokens of each (default: 128)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
@@ -78,12 +96,11 @@ def parser() -> argparse.ArgumentParser:
         help="then from those that are at least P times as likely as the likeliest",
     )
     add("--seed", type=int, default=0, metavar="S", help="seed of the draws (default: 0)")
+    add("--stop", metavar="TEXT", action="append", default=[], help="ends a text; may be repeated")
     add("--stream", action="store_true", help="print the text of --prompt while it grows")
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: the model's)")
-    add("--eos", metavar="NAME", help="token (or id) that ends a text; with --tokenizer")
     add("--json", action="store_true", help="print one JSON object")
-    add("--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run")
-    add("--debug", action="store_true", help="show tracebacks of bad input")
+    add_tokenizer(command)
+    add_settings(command)
     return command
 
 
@@ -96,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
         sampling.check()
         _check_flags(args)
+        check_stops(args.stop)
         with join() as processes:
             _run(args, sampling, overrides, processes)
 
@@ -126,22 +144,22 @@ def _run(
 ) -> None:
     """Reads and continues the prompts, and prints; process 0 alone prints."""
     console = screen(stderr=True, quiet=not processes.first)
-    check_overrides(overrides)
     texts = read_prompts(args.prompt, args.prompts)
-    chosen = choose(args.run, args.step, overrides, processes, FORWARD)
-    check_simulated_devices(chosen.cfg)
-    check_same_config(chosen.cfg, processes)
+    chosen = choose_model(args, overrides, processes)
     vocabulary = open_vocabulary(
         chosen, args.tokenizer, args.eos, chat=args.chat, template=args.chat_template
     )
     prompts, notes = encode_prompts(texts, vocabulary, chosen.cfg, args.tokens)
     for note in (*chosen.notes, *notes):
         console.print(note, highlight=False, soft_wrap=True)
-    wanted = [Text(text, ids, []) for text, ids in zip(texts, prompts, strict=True)]
+    wanted = [
+        Text(text, ids, GrowingText(vocabulary.tokenizer.decode, ids, args.stop))
+        for text, ids in zip(texts, prompts, strict=True)
+    ]
     stream = args.stream and processes.first
     seconds = _continue(wanted, chosen, sampling, vocabulary, args.tokens, processes, stream)
     if processes.first and args.json:
-        _print_json(wanted, chosen, sampling, vocabulary, args.tokens)
+        _print_json(wanted, chosen, sampling, args.tokens)
     elif processes.first and not stream:
         _print_texts(wanted, vocabulary)
     count = sum(len(text.ids) for text in wanted)
@@ -165,50 +183,53 @@ def _continue(
         positions=max(len(text.prompt_ids) for text in texts) + tokens,
         allowed=vocabulary.allowed,
     )
-    beside = programs.bytes_beside_weights()
-    check_memory(programs.train_step, processes, gradients=False, beside=beside)
-    state = programs.take(read_weights(chosen, programs.stored, processes))
-    begin, shown, first = time.monotonic(), "", texts[0]
+    state = load_weights(programs, chosen, processes)
+    begin, first = time.monotonic(), texts[0]
     if stream:
         print(first.prompt, end=vocabulary.between, flush=True)
     requests = [
         Request(text.prompt_ids, tokens, sampling, vocabulary.stops, number)
         for number, text in enumerate(texts)
     ]
-    for number, token in generate(Batch(programs, state, processes), requests):
-        texts[number].ids.append(token.id)
-        text = vocabulary.continuation(first.prompt_ids, first.ids) if stream else ""
-        # Bytes of an unfinished character wait for the others.
-        if stream and not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+
+    def ends(number: int, token: Token) -> bool:
+        before = len(texts[number].continuation)
+        found = texts[number].add(token.id)
+        if stream:
+            print(texts[number].continuation[before:], end="", flush=True)
+        return found
+
+    for _ in generate(Batch(programs, state, processes), requests, ends):
+        pass
+    before = len(first.continuation)
+    for text in texts:
+        text.end()
     if stream:
-        print(vocabulary.continuation(first.prompt_ids, first.ids)[len(shown) :])
+        print(first.continuation[before:])
     return time.monotonic() - begin
 
 
 def _print_texts(texts: list[Text], vocabulary: Vocabulary) -> None:
     """Prints each prompt and its continuation, with a line between."""
     for number, text in enumerate(texts):
-        print(
-            "----\n" * (number > 0)
-            + text.prompt
-            + vocabulary.between
-            + vocabulary.continuation(text.prompt_ids, text.ids)
-        )
+        print("----\n" * (number > 0) + text.prompt + vocabulary.between + text.continuation)
 
 
-def _print_json(
-    texts: list[Text], chosen: Chosen, sampling: Sampling, vocabulary: Vocabulary, tokens: int
-) -> None:
+def _end(text: Text, tokens: int) -> str:
+    if text.growing.stopped:
+        return "stop"
+    return "eos" if len(text.ids) < tokens else "length"
+
+
+def _print_json(texts: list[Text], chosen: Chosen, sampling: Sampling, tokens: int) -> None:
     """Prints one JSON object."""
     found = [
         {
             "prompt": text.prompt,
-            "text": vocabulary.continuation(text.prompt_ids, text.ids),
+            "text": text.continuation,
             "prompt_tokens": len(text.prompt_ids),
             "tokens": text.ids,
-            "ended": "eos" if len(text.ids) < tokens else "length",
+            "ended": _end(text, tokens),
         }
         for text in texts
     ]
