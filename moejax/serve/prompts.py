@@ -65,8 +65,8 @@ class ChatPrompts:
         except BadRowError as error:
             raise InputError(
                 f"chat template does not take a prompt. {self._template.name} says: "
-                f"{error.__cause__}. It decides which messages it takes. Write others, name another "
-                f"template with --chat-template, or write the prompt whole, without a chat."
+                f"{error.__cause__}. It decides which messages it takes. Write others, name "
+                f"another template with --chat-template, or write the prompt whole, without a chat."
             ) from error
 
 

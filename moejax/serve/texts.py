@@ -133,15 +133,23 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer):
         """Takes the model's tokenizer."""
-        self._tokenizer, self._texts = tokenizer, {}
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, bool]] = {}
         # Behind another token a space that begins one is not dropped.
         self._before = tokenizer.encode("a")
         self._text_before = tokenizer.decode(self._before)
 
     def __call__(self, id: int) -> str:
         """Returns a token's text; its name if it has none, as bytes inside a character."""
-        if id not in self._texts:
+        return self._find(id)[0]
+
+    def is_text(self, id: int) -> bool:
+        """Returns whether a token has a text of its own."""
+        return self._find(id)[1]
+
+    def _find(self, id: int) -> tuple[str, bool]:
+        if id not in self._known:
             text = self._tokenizer.decode([*self._before, id])[len(self._text_before) :]
-            is_text = text and BROKEN not in text
-            self._texts[id] = text if is_text else self._tokenizer.name(id)
-        return self._texts[id]
+            whole = bool(text) and BROKEN not in text
+            self._known[id] = (text if whole else self._tokenizer.name(id), whole)
+        return self._known[id]

@@ -1,4 +1,4 @@
-"""Texts that grow by tokens: the text of all tokens, up to a stop string, at a cost of each alone."""
+"""Texts that grow by tokens are the text of all tokens, up to a stop string."""
 
 import functools
 from pathlib import Path
