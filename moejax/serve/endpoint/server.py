@@ -28,6 +28,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
       InputError: if the address cannot be used.
     """
+    opened = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -36,6 +37,8 @@ def listen(host: str, port: int) -> socket.socket:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
     except OSError as error:
+        if opened is not None:
+            opened.close()
         raise InputError(
             f"cannot listen. {host}:{port}: {error.strerror}. The address must be this machine's, "
             f"and the port free. Choose another with --port."
