@@ -51,6 +51,10 @@ class ByteTokenizer:
         """Returns the text of the bytes; invalid UTF-8 becomes a replacement character."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def name(self, id: int) -> str:
+        """Returns a token's name, also of one without a text of its own."""
+        return f"bytes:\\x{id:02x}" if id < 256 else f"<{id}>"
+
 
 class FileTokenizer:
     """A `tokenizer.json`, through the `tokenizers` library; runs no code of the file's author.
@@ -107,6 +111,10 @@ class FileTokenizer:
     def decode(self, ids: list[int]) -> str:
         """Returns the text of ids."""
         return self._tokenizer.decode([i for i in ids if i not in (self.eos_id, self.bos_id)])
+
+    def name(self, id: int) -> str:
+        """Returns a token's name in the file; its number if it has none."""
+        return self._tokenizer.id_to_token(id) or f"<{id}>"
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

@@ -6,7 +6,7 @@ that are given the same requests make the same calls.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -336,9 +336,15 @@ def _draws(ready: dict[int, _Text], rows: int) -> Draws:
     return draws
 
 
-def news(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
+def news(
+    batch: Batch,
+    requests: Sequence[Request],
+    ends: Callable[[int, Token], bool] | None = None,
+) -> Iterator[tuple[int, Event]]:
     """Yields the news of texts, each with its prompt's number, as they come, until all have ended.
 
+    Args:
+      ends: is given each token, with its prompt's number; returns whether the text ends with it.
     Raises:
       RunError: if logits are not finite.
     """
@@ -346,10 +352,15 @@ def news(batch: Batch, requests: Sequence[Request]) -> Iterator[tuple[int, Event
     going = len(requests)
     while going:
         for event in batch.step():
+            number = numbers[event.key]
             if event.ended == "not finite":
                 raise RunError(
-                    f"logits are not finite. They continue prompt {numbers[event.key]}. The "
-                    f"checkpoint is as it was. Take another one: --step."
+                    f"logits are not finite. They continue prompt {number}. The checkpoint is as "
+                    f"it was. Take another one: --step."
                 )
-            yield numbers[event.key], event
+            stopped = [ends(number, token) for token in event.tokens] if ends is not None else []
+            if any(stopped) and event.ended is None:
+                batch.cancel(event.key)
+                event = event._replace(ended="stop")
+            yield number, event
             going -= event.ended is not None

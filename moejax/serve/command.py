@@ -4,24 +4,30 @@ import argparse
 import json
 import sys
 import time
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from moejax.config.command_line import Parser
 from moejax.config.load import split_overrides
 from moejax.config.pattern import block_kinds
 from moejax.errors import InputError, exit_code
-from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
+from moejax.evaluate.checkpoint import Chosen
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.screen import screen
-from moejax.serve.batch import Batch, Request
-from moejax.serve.placing import check_overrides, place
+from moejax.serve.batch import Batch, Request, Token
+from moejax.serve.flags import (
+    add_checkpoint,
+    add_settings,
+    add_tokenizer,
+    choose_model,
+    load_weights,
+)
+from moejax.serve.placing import place
 from moejax.serve.programs import build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
 from moejax.serve.samples import Sample, check_routing_file, draw_samples, write_routing
 from moejax.serve.sampling import Sampling
-from moejax.train.records.summary import check_memory
-from moejax.train.start import check_same_config, check_simulated_devices
+from moejax.serve.texts import GrowingText, check_stops
 
 EPILOG = """\
 examples:
@@ -30,18 +36,33 @@ examples:
   moejax generate --run runs/books --prompt "Once" --config.mesh.tensor=2
   moejax generate --run runs/olmoe_chat --chat --prompt "What is a mesh?"
 
-A text ends at the token that ends documents, or after --tokens. With --chat
-the model's chat template writes the prompt. A continuation depends neither on
-other prompts nor on the mesh (but for the last bits of logits).
+A text ends at the token that ends documents, before the first --stop, or after
+--tokens. With --chat the model's chat template writes the prompt. A text
+depends neither on others nor on the mesh (but for the last bits of logits).
 Exit codes: 0 done, 1 logits are not finite, 2 bad input, 130 stopped.
 """
 
 
-class Text(NamedTuple):
+@dataclass
+class Text:
     """A prompt and its continuation."""
 
     prompt: str
-    sample: Sample
+    prompt_ids: list[int]
+    growing: GrowingText
+    ids: list[int] = field(default_factory=list)
+    continuation: str = ""
+
+    def add(self, id: int) -> bool:
+        """Adds a token. Returns whether a stop string ends the text."""
+        self.ids.append(id)
+        self.continuation += self.growing.add(id)
+        return self.growing.stopped
+
+    def end(self) -> None:
+        """Adds characters that were held back; leaves only the tokens of the text."""
+        self.continuation += self.growing.end()
+        del self.ids[self.growing.kept :]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,16 +72,14 @@ def parser() -> argparse.ArgumentParser:
         description="Continues texts, with a cache of keys and values.",
         epilog=EPILOG,
     )
+    add_checkpoint(command)
     add = command.add_argument
-    add("--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint")
-    add("--step", type=int, metavar="N", help="its checkpoint of step N (default: the newest)")
     prompts = command.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompts.add_argument(
         "--prompts", metavar="FILE", help="texts to continue: lines of a file that are not blank"
     )
     add("--chat", action="store_true", help="prompts are messages of a user; show the answers")
-    add("--chat-template", metavar="FILE", help="a Jinja template (default: the model's)")
     add("--tokens", type=int, default=128, metavar="N", help="most tokens of each (default: 128)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
@@ -79,13 +98,12 @@ def parser() -> argparse.ArgumentParser:
         help="then from those that are at least P times as likely as the likeliest",
     )
     add("--seed", type=int, default=0, metavar="S", help="seed of the draws (default: 0)")
+    add("--stop", metavar="TEXT", action="append", default=[], help="ends a text; may be repeated")
     add("--stream", action="store_true", help="print the text of --prompt while it grows")
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: the model's)")
-    add("--eos", metavar="NAME", help="token (or id) that ends a text; with --tokenizer")
     add("--json", action="store_true", help="print one JSON object")
     add("--routing", metavar="FILE", help="write the experts of each token (.npz)")
-    add("--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run")
-    add("--debug", action="store_true", help="show tracebacks of bad input")
+    add_tokenizer(command)
+    add_settings(command)
     return command
 
 
@@ -98,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
         sampling.check()
         _check_flags(args)
+        check_stops(args.stop)
         with join() as processes:
             _run(args, sampling, overrides, processes)
 
@@ -128,11 +147,8 @@ def _run(
 ) -> None:
     """Reads and continues the prompts, and prints; process 0 alone prints."""
     console = screen(stderr=True, quiet=not processes.first)
-    check_overrides(overrides)
     texts = read_prompts(args.prompt, args.prompts)
-    chosen = choose(args.run, args.step, overrides, processes, FORWARD)
-    check_simulated_devices(chosen.cfg)
-    check_same_config(chosen.cfg, processes)
+    chosen = choose_model(args, overrides, processes)
     vocabulary = open_vocabulary(
         chosen, args.tokenizer, args.eos, chat=args.chat, template=args.chat_template
     )
@@ -142,94 +158,88 @@ def _run(
         check_routing_file(args.routing, cfg.model.has_experts)
     for note in (*chosen.notes, *notes):
         console.print(note, highlight=False, soft_wrap=True)
-    shown = _Stream(vocabulary, texts[0]) if args.stream and processes.first else None
+    wanted = [
+        Text(text, ids, GrowingText(vocabulary.tokenizer.decode, ids, args.stop))
+        for text, ids in zip(texts, prompts, strict=True)
+    ]
+    stream = args.stream and processes.first
     requests = [
         Request(ids, args.tokens, sampling, vocabulary.stops, n, routing=args.routing is not None)
         for n, ids in enumerate(prompts)
     ]
-    samples, seconds = _continue(requests, chosen, vocabulary.allowed, processes, shown)
-    found = [Text(text, sample) for text, sample in zip(texts, samples, strict=True)]
+    samples, seconds = _continue(wanted, requests, chosen, vocabulary, processes, stream)
     if processes.first and args.routing is not None:
         layers = [n for n, kind in enumerate(block_kinds(cfg.model)) if kind.mlp == "moe"]
         write_routing(args.routing, samples, layers=layers, num_experts=cfg.moe.num_experts)
     if processes.first and args.json:
-        _print_json(found, chosen, sampling, vocabulary, args.tokens)
-    elif processes.first and shown is None:
-        _print_texts(found, vocabulary)
-    count = sum(len(sample.ids) for sample in samples)
+        _print_json(wanted, chosen, sampling, args.tokens)
+    elif processes.first and not stream:
+        _print_texts(wanted, vocabulary)
+    count = sum(len(text.ids) for text in wanted)
     console.print(f"{count:,} tokens in {seconds:.1f} s, compilation included", highlight=False)
 
 
-class _Stream:
-    """Prints a text while it grows."""
-
-    def __init__(self, vocabulary: Vocabulary, prompt: str):
-        self._vocabulary, self._prompt, self._shown = vocabulary, prompt, ""
-
-    def begin(self) -> None:
-        """Prints the prompt."""
-        print(self._prompt, end=self._vocabulary.between, flush=True)
-
-    def show(self, sample: Sample) -> None:
-        """Prints what is new."""
-        text = self._vocabulary.continuation(sample.prompt_ids, sample.ids)
-        # Bytes of an unfinished character wait for the others.
-        if sample.ended or not text.endswith("\ufffd"):
-            print(text[len(self._shown) :], end="\n" if sample.ended else "", flush=True)
-            self._shown = text
-
-
 def _continue(
+    texts: list[Text],
     requests: list[Request],
     chosen: Chosen,
-    allowed: int,
+    vocabulary: Vocabulary,
     processes: Processes,
-    shown: _Stream | None,
+    stream: bool,
 ) -> tuple[list[Sample], float]:
-    """Starts devices, reads the weights, and draws the texts; returns them and the seconds."""
+    """Starts devices, reads the weights, and lets the texts grow. Returns samples and seconds."""
     placed = place(chosen, processes)
     programs = build_programs(
         *placed,
-        slots=min(len(requests), placed.cfg.train.batch_sequences),
+        slots=min(len(texts), placed.cfg.train.batch_sequences),
         positions=max(len(request.ids) + request.tokens for request in requests),
-        allowed=allowed,
+        allowed=vocabulary.allowed,
     )
-    beside = programs.bytes_beside_weights()
-    check_memory(programs.train_step, processes, gradients=False, beside=beside)
-    state = programs.take(read_weights(chosen, programs.stored, processes))
-    began = time.monotonic()
-    batch = Batch(programs, state, processes)
-    if shown is None:
-        return draw_samples(batch, requests), time.monotonic() - began
-    shown.begin()
-    samples = draw_samples(batch, requests, lambda _, sample: shown.show(sample))
+    state = load_weights(programs, chosen, processes)
+    began, first = time.monotonic(), texts[0]
+    if stream:
+        print(first.prompt, end=vocabulary.between, flush=True)
+
+    def ends(number: int, token: Token) -> bool:
+        before = len(texts[number].continuation)
+        found = texts[number].add(token.id)
+        if stream:
+            print(texts[number].continuation[before:], end="", flush=True)
+        return found
+
+    samples = draw_samples(Batch(programs, state, processes), requests, ends)
+    before = len(first.continuation)
+    for text, sample in zip(texts, samples, strict=True):
+        text.end()
+        sample.cut(len(text.ids))
+    if stream:
+        print(first.continuation[before:])
     return samples, time.monotonic() - began
 
 
 def _print_texts(texts: list[Text], vocabulary: Vocabulary) -> None:
     """Prints each prompt and its continuation, with a line between."""
     for number, text in enumerate(texts):
-        print(
-            "----\n" * (number > 0)
-            + text.prompt
-            + vocabulary.between
-            + vocabulary.continuation(text.sample.prompt_ids, text.sample.ids)
-        )
+        print("----\n" * (number > 0) + text.prompt + vocabulary.between + text.continuation)
 
 
-def _print_json(
-    texts: list[Text], chosen: Chosen, sampling: Sampling, vocabulary: Vocabulary, tokens: int
-) -> None:
+def _end(text: Text, tokens: int) -> str:
+    if text.growing.stopped:
+        return "stop"
+    return "eos" if len(text.ids) < tokens else "length"
+
+
+def _print_json(texts: list[Text], chosen: Chosen, sampling: Sampling, tokens: int) -> None:
     """Prints one JSON object."""
     found = [
         {
-            "prompt": prompt,
-            "text": vocabulary.continuation(sample.prompt_ids, sample.ids),
-            "prompt_tokens": len(sample.prompt_ids),
-            "tokens": sample.ids,
-            "ended": "eos" if len(sample.ids) < tokens else "length",
+            "prompt": text.prompt,
+            "text": text.continuation,
+            "prompt_tokens": len(text.prompt_ids),
+            "tokens": text.ids,
+            "ended": _end(text, tokens),
         }
-        for prompt, sample in texts
+        for text in texts
     ]
     result = {
         "checkpoint": str(chosen.saved.path),

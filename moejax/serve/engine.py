@@ -2,8 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,12 +14,13 @@ from moejax.checkpoint.find import Saved
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, evaluation_config, read_weights
 from moejax.runtime.processes import ALONE, Processes
-from moejax.serve.batch import Batch, Request
+from moejax.serve.batch import Batch, Request, Token
 from moejax.serve.placing import PlacedModel, check_overrides, place, place_beside
 from moejax.serve.programs import SHORT, Programs, build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary
 from moejax.serve.samples import Sample, draw_samples
 from moejax.serve.sampling import GREEDY, Sampling
+from moejax.serve.texts import GrowingText, check_stops
 from moejax.serve.weights import Separator
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, local_bytes
@@ -260,6 +260,7 @@ class Engine:
         tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
         n: int = 1,
+        stop: Sequence[str] = (),
         chat: bool = False,
         prompt_logprobs: bool = False,
         routing: bool = False,
@@ -274,6 +275,7 @@ class Engine:
           tokens: the most that continue a prompt; one number, or one for each prompt.
           sampling: the rule of the draws; one, or one for each prompt.
           n: samples of each prompt, which stand together in the result.
+          stop: texts that end a sample, and are not part of it.
           chat: whether texts are messages of a user, which the chat template writes.
           prompt_logprobs: whether the chances of the prompts' tokens are returned.
           routing: whether the experts of all tokens are returned.
@@ -288,6 +290,7 @@ class Engine:
         for rule in rules:
             rule.check()
         _check_counts(most, rules, n)
+        check_stops(stop)
         vocabulary = self._vocabulary(chat)
         encoded = self._encoded(prompts, vocabulary, max(most))
         asked = {"scored": prompt_logprobs, "routing": routing}
@@ -296,10 +299,25 @@ class Engine:
             for i, ids in enumerate(encoded)
             for j in range(n)
         ]
-        return [
-            replace(one, text=vocabulary.continuation(one.prompt_ids, one.ids))
-            for one in self._drawn(requests, vocabulary.allowed)
-        ]
+        return self._grown(requests, vocabulary, stop)
+
+    def _grown(
+        self, requests: list[Request], vocabulary: Vocabulary, stop: Sequence[str]
+    ) -> list[Sample]:
+        """Returns samples with their texts, cut before stop strings."""
+        decode = vocabulary.tokenizer.decode
+        growing = [GrowingText(decode, one.ids, stop) for one in requests]
+        texts = [""] * len(requests)
+
+        def ends(number: int, token: Token) -> bool:
+            texts[number] += growing[number].add(token.id)
+            return growing[number].stopped
+
+        samples = self._drawn(requests, vocabulary.allowed, ends)
+        for one, text, own in zip(samples, texts, growing, strict=True):
+            one.text = text + own.end()
+            one.cut(own.kept)
+        return samples
 
     def score(self, texts: str | Sequence[Prompt]) -> list[np.ndarray]:
         """Returns the log chance of each token behind a text's first, float32 [T - 1].
@@ -331,10 +349,15 @@ class Engine:
         """Returns the text of ids."""
         return self._vocabulary(False).tokenizer.decode(list(ids))
 
-    def _drawn(self, requests: list[Request], allowed: int) -> list[Sample]:
+    def _drawn(
+        self,
+        requests: list[Request],
+        allowed: int,
+        ends: Callable[[int, Token], bool] | None = None,
+    ) -> list[Sample]:
         state, longest = self._weights, max(len(one.ids) + one.tokens for one in requests)
         programs = self._programs(longest, len(requests), allowed)
-        return draw_samples(Batch(programs, state, self._processes), requests)
+        return draw_samples(Batch(programs, state, self._processes), requests, ends)
 
     def _encoded(
         self, prompts: Sequence[Prompt], vocabulary: Vocabulary | None, tokens: int

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from moejax.data.named_tokens import ids_in, read_settings
 from moejax.data.prepare.chat import ends_of_answers
 from moejax.data.prepare.chat_template import CLOSE, OPEN, ChatTemplate, load_template
 from moejax.data.prepare.control_tokens import ControlEncoder
+from moejax.data.prepare.conversations import Message
 from moejax.data.prepare.rows import BadRowError
 from moejax.data.sidecar import sidecar_of
 from moejax.data.tokenizer import Tokenizer, begin_of_document, load_library
@@ -21,7 +23,7 @@ from moejax.hf.origin import GENERATION, origin_of, read_config
 
 
 class ChatPrompts:
-    """Turns a user's message into the ids after which a model answers.
+    """Turns messages into the ids after which a model answers.
 
     Attributes:
       stops: ids of the control token that the template writes behind an answer; empty if there is
@@ -31,24 +33,28 @@ class ChatPrompts:
     def __init__(self, template: ChatTemplate, tokenizer: Path | None):
         """Takes the model's chat template and its tokenizer.json; None for bytes."""
         self._template, self._encoder = template, ControlEncoder(tokenizer)
+        self._names = sorted(name for name in (*self._encoder.controls, OPEN, CLOSE) if name)
         with self._naming_the_prompt():
             self.stops = ends_of_answers(template, self._encoder)
 
-    def encode(self, message: str) -> list[int]:
-        """Returns the ids of a user's message and of the template's request for an answer.
+    def encode(self, messages: str | Sequence[Message]) -> list[int]:
+        """Returns the ids of messages and of the template's request for an answer.
 
+        Args:
+          messages: a message of a user, or several, each with its `role` and `content`.
         Raises:
-          InputError: if the message spells a control token, or the template does not take it.
+          InputError: if a message spells a control token, or the template does not take them.
         """
-        for name in sorted(name for name in (*self._encoder.controls, OPEN, CLOSE) if name):
-            if name in message:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        for message, name in product(messages, self._names):
+            if name in message["content"]:
                 raise InputError(
-                    f"control token stands in a prompt. {message[:40]!r} holds {name!a}. Only the "
-                    f"chat template writes these. Take it out."
+                    f"control token stands in a prompt. {message['content'][:40]!r} holds "
+                    f"{name!a}. Only the chat template writes these. Take it out."
                 )
-        messages = [{"role": "user", "content": message}]
         with self._naming_the_prompt():
-            text = self._template.render(messages, None, "prompt", prompt=True).text
+            text = self._template.render(list(messages), None, "prompt", prompt=True).text
         return self._encoder.encode(text).token_N.tolist()
 
     @contextmanager
@@ -59,8 +65,8 @@ class ChatPrompts:
         except BadRowError as error:
             raise InputError(
                 f"chat template does not take a prompt. {self._template.name} says: "
-                f"{error.__cause__}. It is given one message of a user. Name another template with "
-                f"--chat-template, or leave --chat out and write the prompt whole."
+                f"{error.__cause__}. It decides which messages it takes. Write others, name "
+                f"another template with --chat-template, or write the prompt whole, without a chat."
             ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moejax.errors import InputError
-from moejax.serve.batch import Batch, Request, news
+from moejax.serve.batch import Batch, Request, Token, news
 
 FREE = -1  # in place of an expert: the token did not run, so a later run decides freely
 FORMAT = 1  # of the file, see docs/formats/routing.md
@@ -25,9 +25,10 @@ class Sample:
 
     Attributes:
       prompt_ids: ids of the prompt.
-      ids: ids that continue it, without the one that ended it.
+      ids: ids that continue it, without the one that ended it; before a stop string.
       logprobs: log chance of each of `ids`.
-      ended: "stop" if an id ended the text, "length" if it has as many tokens as it may.
+      ended: "stop" if an id or a stop string ended the text, "length" if it has as many tokens as
+        it may.
       text: `ids` as text.
       prompt_logprobs: log chance of each id of the prompt behind its first, if asked for.
       expert_TLK: the experts that each token of prompt and text chose in each layer with experts,
@@ -43,30 +44,35 @@ class Sample:
     prompt_logprobs: list[float] = field(default_factory=list)
     expert_TLK: np.ndarray | None = None
 
+    def cut(self, tokens: int) -> None:
+        """Leaves only so many tokens of the text: those before a stop string."""
+        del self.ids[tokens:], self.logprobs[tokens:]
+        if self.expert_TLK is not None:
+            self.expert_TLK = self.expert_TLK[: len(self.prompt_ids) + tokens]
+
 
 def draw_samples(
     batch: Batch,
     requests: Sequence[Request],
-    grown: Callable[[int, Sample], None] = lambda number, sample: None,
+    ends: Callable[[int, Token], bool] | None = None,
 ) -> list[Sample]:
     """Returns a sample of each request, without its text. All processes call it alike.
 
     Args:
-      grown: called with a sample and its request's number whenever there is news of it.
+      ends: is given each token, with its request's number; returns whether the text ends with it.
     Raises:
       InputError: if a slot has no room for a text.
       RunError: if logits are not finite.
     """
     samples = [Sample(list(request.ids)) for request in requests]
     experts: list[list[np.ndarray]] = [[] for _ in requests]
-    for number, event in news(batch, requests):
+    for number, event in news(batch, requests, ends):
         sample = samples[number]
         sample.ids += [token.id for token in event.tokens]
         sample.logprobs += [token.logprob for token in event.tokens]
         sample.prompt_logprobs += [token.logprob for token in event.scored]
         sample.ended = event.ended or ""
         experts[number] += event.experts
-        grown(number, sample)
     for sample, parts in zip(samples, experts, strict=True):
         if parts:
             sample.expert_TLK = _joined(parts, len(sample.prompt_ids) + len(sample.ids))

@@ -47,6 +47,22 @@ def test_a_prompt_is_continued_as_text_as_json_and_while_it_grows(run, capsys):
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
+def test_a_text_ends_before_a_stop_string(run, capsys):
+    words = ["--prompt", "def ", "--json", "--temperature", "1.3", "--seed", "3"]
+    (whole,) = json.loads(generated(capsys, run, *words).out)["texts"]
+    # The second of its characters, or of the marks of broken ones, ends it.
+    stop = whole["text"][1]
+    cut = whole["text"].index(stop)
+    (text,) = json.loads(generated(capsys, run, *words, "--stop", stop, "--stop", "no").out)[
+        "texts"
+    ]
+    assert (text["text"], text["ended"]) == (whole["text"][:cut], "stop")
+    assert text["tokens"] == whole["tokens"][: len(text["tokens"])]
+    shown = generated(capsys, run, *words[:2], *words[3:], "--stop", stop, "--stream").out
+    assert shown == f"def {text['text']}\n"
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_routing_is_written_beside_the_texts(run, capsys, tmp_path):
     (tmp_path / "prompts").write_text("def \nclass\n")
     words = ["--prompts", tmp_path / "prompts", "--json"]
@@ -101,6 +117,7 @@ def test_lines_of_a_file_are_continued_together_and_on_another_mesh(run, capsys,
     [
         (["--prompt", "x", "--top-p", "1.5"], "`--top-p` is out of range. Got 1.5"),
         (["--prompt", "x", "--tokens", "0"], "`--tokens` is out of range. Got 0"),
+        (["--prompt", "x", "--stop", ""], "stop string is no text"),
         (["--prompt", "x", "--stream", "--json"], "`--stream` has no effect with `--json`"),
         (["--prompts", "none.txt", "--stream"], "`--stream` has no effect with `--prompts`"),
         (["--prompt", "x", "--chat"], "no chat template. The tokenizer of bytes has none"),

@@ -132,6 +132,23 @@ def test_samples_have_ids_chances_and_experts(model, imported):
     assert model.sample([]) == model.score([]) == []
 
 
+def test_a_stop_string_ends_a_sample(model):
+    rule = moejax.Sampling(temperature=1.0, seed=4)
+    how = {"tokens": 5, "sampling": rule, "routing": True}
+    (whole,) = model.sample("w3 w40", **how)
+    words = whole.text.split()
+    assert len(words) == 5
+    (found,) = model.sample("w3 w40", stop=[" " + words[2]], **how)
+    kept = whole.text.index(" " + words[2])  # the space is of the token behind it
+    kept = len(whole.text[:kept].split())
+    assert (found.text.split(), found.ended) == (words[:kept], "stop")
+    assert found.ids == whole.ids[:kept]
+    assert found.logprobs == whole.logprobs[:kept]
+    np.testing.assert_array_equal(found.expert_TLK, whole.expert_TLK[: 2 + kept])
+    with pytest.raises(InputError, match="stop string is no text"):
+        model.sample("w3", stop=[""])
+
+
 def test_texts_are_ids_and_back(model):
     assert model.encode("w3 w40") == [3, 40]
     assert model.decode([3, 40]) == "w3 w40"

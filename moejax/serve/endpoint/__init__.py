@@ -1,0 +1,7 @@
+"""An HTTP endpoint over the batch, as clients of OpenAI's interface expect it: `moejax serve`.
+
+Read in this order: `worker` (the thread that owns the batch), `fields` (values of a JSON body),
+`jobs` (what a body asks for), `answers` (texts that grow, and their logprobs), `completions` and
+`chat` (the two forms of bodies and answers), `app` (routes, and who may use them), `metrics`,
+`warm_up`, `server` (address, signals, end), `command` (`moejax serve`).
+"""

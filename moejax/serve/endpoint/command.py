@@ -1,0 +1,239 @@
+"""The command `moejax serve`: a checkpoint's model for clients of OpenAI's interface."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from socket import socket
+
+from rich.console import Console
+
+from moejax.config.command_line import Parser
+from moejax.config.load import split_overrides
+from moejax.errors import InputError, exit_code
+from moejax.evaluate.checkpoint import Chosen
+from moejax.runtime.interrupt import Interrupt
+from moejax.runtime.processes import Processes
+from moejax.runtime.start import join
+from moejax.screen import screen
+from moejax.serve.batch import Batch
+from moejax.serve.endpoint.jobs import ServedModel
+from moejax.serve.endpoint.warm_up import RULES, warm_up
+from moejax.serve.flags import (
+    add_checkpoint,
+    add_settings,
+    add_tokenizer,
+    choose_model,
+    load_weights,
+)
+from moejax.serve.placing import place
+from moejax.serve.programs import build_programs
+from moejax.serve.prompts import Vocabulary, open_vocabulary
+from moejax.serve.texts import TokenTexts
+
+EXTRA = ("starlette", "uvicorn", "prometheus_client")
+TOKEN = "MOEJAX_SERVE_TOKEN"
+POSITIONS = 4096  # default, where the model has more
+EPILOG = """\
+examples:
+  moejax serve --run runs/tiny
+  moejax serve --run imported/olmoe --port 9000 --slots 16 --positions 2048
+  moejax serve --run imported/olmoe --host 0.0.0.0 --token-file token
+
+Routes: POST /v1/completions, POST /v1/chat/completions, GET /v1/models,
+GET /health, GET /metrics. docs/guide/serve.md shows clients.
+Exit codes: 0 stopped by SIGTERM, 2 bad input, 130 stopped by Ctrl-C.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    command = Parser(
+        prog="moejax serve",
+        description="Serves a checkpoint's model over HTTP, for clients of OpenAI's interface.",
+        epilog=EPILOG,
+    )
+    add_checkpoint(command)
+    add = command.add_argument
+    add("--host", default="127.0.0.1", metavar="NAME", help="address (default: this machine only)")
+    add("--port", type=int, default=8000, metavar="N", help="default: 8000; 0: a free one")
+    add("--token-file", metavar="FILE", help=f"what clients must send (or {TOKEN} has it)")
+    add("--model-name", metavar="NAME", help="default: the name of the run's directory")
+    add("--slots", type=int, default=8, metavar="N", help="texts at a time (default: 8)")
+    add("--positions", type=int, metavar="N", help="of a text (default: the model's, at most 4096)")
+    add("--queue", type=int, default=64, metavar="N", help="texts that wait (default: 64)")
+    add("--grace", type=float, default=30, metavar="S", help="seconds for texts at the end (30)")
+    add_tokenizer(command)
+    add_settings(command)
+    return command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Returns the exit code."""
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(rest)
+
+    def run() -> None:
+        _check_extra()
+        _check_flags(args)
+        token = _token(args)
+        with join() as processes:
+            _run(args, overrides, token, processes)
+
+    return exit_code(run, stopped="nothing was changed", debug=args.debug, files=True)
+
+
+def _check_extra() -> None:
+    missing = [name for name in EXTRA if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"a library is missing: {', '.join(missing)}. moejax serve needs it. It comes with an "
+            f'extra. Run pip install "moejax[serve]".'
+        )
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuses flags that are out of range."""
+    ranges = {
+        "port": (0 <= args.port < 2**16, "It is 0 to 65535"),
+        "slots": (args.slots >= 1, "It is at least 1"),
+        "positions": (args.positions is None or args.positions >= 2, "It is at least 2"),
+        "queue": (args.queue >= 0, "It is at least 0"),
+        "grace": (0 <= args.grace < float("inf"), "It is at least 0"),
+    }
+    for name, (holds, rule) in ranges.items():
+        if not holds:
+            value = getattr(args, name)
+            raise InputError(f"`--{name}` is out of range. Got {value}. {rule}. Change it.")
+
+
+def _token(args: argparse.Namespace) -> str | None:
+    """Returns the token that requests must carry.
+
+    Raises:
+      InputError: if others reach the address and there is none.
+    """
+    from moejax.serve.endpoint.app import is_loopback
+
+    token = os.environ.get(TOKEN)
+    if args.token_file is not None:
+        token = Path(args.token_file).read_text(encoding="utf-8", errors="replace").strip()
+    if token is not None and not (token and token.isascii() and token.isprintable()):
+        raise InputError(
+            f"token cannot be sent. --token-file or {TOKEN} has {len(token)} characters. It is one "
+            f"line of visible ASCII. Write another."
+        )
+    if token is None and not is_loopback(args.host):
+        raise InputError(
+            f"no token. Others reach {args.host}. A server that they reach must have one. Write it "
+            f"into a file: --token-file FILE, or into {TOKEN}; or leave --host out."
+        )
+    return token
+
+
+def _run(
+    args: argparse.Namespace, overrides: list[str], token: str | None, processes: Processes
+) -> None:
+    """Loads the model and serves it; process 0 alone has the address."""
+    from moejax.serve.endpoint.server import listen
+    from moejax.serve.endpoint.worker import follow
+
+    console = screen(stderr=True, quiet=not processes.first)
+    chosen = choose_model(args, overrides, processes)
+    model = _served_model(args, chosen)
+    first = processes.first
+    opened = processes.together(lambda: listen(args.host, args.port) if first else None)
+    notes = [] if model.chat is not None else [f"no chat: {model.no_chat}"]
+    for note in (*chosen.notes, *notes):
+        console.print(note, highlight=False, soft_wrap=True)
+    placed, allowed = place(chosen, processes), model.vocabulary.allowed
+    programs = build_programs(*placed, slots=args.slots, positions=model.positions, allowed=allowed)
+    batch = Batch(programs, load_weights(programs, chosen, processes), processes)
+
+    def prepare(batch: Batch) -> None:
+        warm_up(batch, programs, lambda case, of: _tell(console, case, of))
+
+    if opened is None:
+        with Interrupt():  # a launcher sends the signal to all, and process 0 says when to stop
+            code = follow(batch, processes, prepare)
+    else:
+        slots = programs.slots * programs.devices
+        model = replace(model, texts=slots + args.queue)
+        code = _serve(args, model, batch, processes, prepare, opened, token)
+    if code:
+        raise KeyboardInterrupt
+
+
+def _serve(
+    args: argparse.Namespace,
+    model: ServedModel,
+    batch: Batch,
+    processes: Processes,
+    prepare: Callable[[Batch], None],
+    opened: socket,
+    token: str | None,
+) -> int:
+    """Answers until a signal. Returns the exit code."""
+    from moejax.serve.endpoint.app import Endpoint, is_loopback
+    from moejax.serve.endpoint.metrics import Metrics
+    from moejax.serve.endpoint.server import Server, url_of
+    from moejax.serve.endpoint.worker import Worker
+
+    metrics = Metrics()
+    worker = Worker(batch, processes, metrics, most=model.texts)
+    guards_names = is_loopback(args.host)
+    endpoint = Endpoint(model, worker, metrics, token=token, guards_names=guards_names)
+
+    def tell_address() -> None:
+        body = json.dumps({"prompt": "Once", "max_tokens": 20})
+        print(
+            f"{model.name} is served at {url_of(opened)}. For example: curl "
+            f"{url_of(opened)}/completions -d '{body}'",
+            flush=True,
+        )
+
+    return Server(endpoint, opened, grace=args.grace).run(prepare, tell_address)
+
+
+def _tell(console: Console, case: int, of: int) -> None:
+    """Shows how far compilation is, at every shape."""
+    if case % len(RULES) == 1:
+        console.print(f"compiling: case {case} of {of}", highlight=False)
+
+
+def _served_model(args: argparse.Namespace, chosen: Chosen) -> ServedModel:
+    """Opens the model's tokenizer, and its chat template if it has one.
+
+    Raises:
+      InputError: if there is no tokenizer, or no such template, or texts have too many positions.
+    """
+    vocabulary, chat, no_chat = open_vocabulary(chosen, args.tokenizer, args.eos), None, ""
+    try:
+        opened = open_vocabulary(
+            chosen, args.tokenizer, args.eos, chat=True, template=args.chat_template
+        )
+        chat = opened.chat
+    except InputError as error:
+        if args.chat_template is not None:
+            raise
+        no_chat = str(error)
+    positions = _positions(args, chosen, vocabulary)
+    name = args.model_name or Path(args.run).resolve().name
+    size, texts = chosen.cfg.model.vocab_size, TokenTexts(vocabulary.tokenizer)
+    return ServedModel(name, vocabulary, texts, chat, no_chat, size, positions, args.queue)
+
+
+def _positions(args: argparse.Namespace, chosen: Chosen, vocabulary: Vocabulary) -> int:
+    """Returns the positions of a text."""
+    most = vocabulary.positions
+    if args.positions is None:
+        return min(POSITIONS, most or chosen.cfg.data.sequence_length)
+    if most is not None and args.positions > most:
+        raise InputError(
+            f"`--positions` is out of range. Got {args.positions}. The model has {most}. Set fewer."
+        )
+    return args.positions
