@@ -12,11 +12,12 @@ from jax.typing import ArrayLike
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import FORWARD, choose, read_weights
 from moejax.runtime.processes import ALONE
-from moejax.serve.batch import Batch, Request, generate
+from moejax.serve.batch import Batch, Request, Token, generate
 from moejax.serve.placing import check_overrides, place
 from moejax.serve.programs import Programs, build_programs
 from moejax.serve.prompts import encode_prompts, open_vocabulary
 from moejax.serve.sampling import Sampling
+from moejax.serve.texts import GrowingText, check_stops
 from moejax.step.state import TrainState
 from moejax.train.records.summary import check_memory
 from moejax.train.start import check_simulated_devices
@@ -108,6 +109,7 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
+        stop: str | Sequence[str] = (),
         chat: bool = False,
     ) -> list[str]:
         """Returns the texts that continue prompts, as `moejax generate` writes them.
@@ -122,6 +124,7 @@ class Engine:
           top_p: then from the likeliest of this mass.
           min_p: then from those at least this many times as likely as the likeliest.
           seed: seed of the draws.
+          stop: text or texts; a continuation ends before the first that it would hold.
           chat: whether prompts are messages of a user, which the chat template writes.
         Raises:
           InputError: if an option is out of range, or the model has no place for so much text.
@@ -129,6 +132,8 @@ class Engine:
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         sampling.check()
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        check_stops(stops)
         if tokens < 1:
             raise InputError(f"`tokens` is out of range. Got {tokens}. It is at least 1. Raise it.")
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -140,14 +145,13 @@ class Engine:
             warnings.warn(note.removeprefix("warning: "), stacklevel=2)
         longest = max(map(len, encoded)) + tokens
         programs = self._programs(longest, len(texts), vocabulary.allowed)
-        found: list[list[int]] = [[] for _ in texts]
+        decode = vocabulary.tokenizer.decode
+        grown = [GrowingText(decode, ids, stops) for ids in encoded]
         requests = [
             Request(ids, tokens, sampling, vocabulary.stops, number)
             for number, ids in enumerate(encoded)
         ]
-        for number, token in generate(Batch(programs, self._state), requests):
-            found[number].append(token.id)
-        return [vocabulary.continuation(*pair) for pair in zip(encoded, found, strict=True)]
+        return _grow(Batch(programs, self._state), requests, grown)
 
     def _programs(self, positions: int, texts: int, allowed: int) -> Programs:
         """Returns the compiled functions for some texts; the same again for their like."""
@@ -177,3 +181,16 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<model of step {self.step} in {self.path}>"
+
+
+def _grow(batch: Batch, requests: list[Request], texts: list[GrowingText]) -> list[str]:
+    """Returns what continues prompts, up to stop strings."""
+    pieces: list[list[str]] = [[] for _ in texts]
+
+    def ends(number: int, token: Token) -> bool:
+        pieces[number].append(texts[number].add(token.id))
+        return texts[number].stopped
+
+    for _ in generate(batch, requests, ends):
+        pass
+    return ["".join([*own, text.end()]) for own, text in zip(pieces, texts, strict=True)]

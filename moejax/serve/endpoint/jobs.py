@@ -104,13 +104,7 @@ def read_job(
     sampling, stops = _sampling(fields), _stops(fields)
     n = fields.whole("n", 1, model.texts) or 1
     stream = fields.flag("stream")
-    options = fields.fields("stream_options")
-    if options is not None and not stream:
-        fields.refuse("stream_options", {}, "It is of streams", "Set stream, or leave it out")
-    usage = options is not None and options.flag("include_usage")
-    if options is not None:
-        options.accept({"include_obfuscation": (False,)})
-        options.end()
+    usage = _usage(fields, stream)
     fields.accept(NEUTRAL)
     fields.accept_any(*IGNORED)
     fields.end()
@@ -134,6 +128,19 @@ def read_job(
         for copy in range(n)
     ]
     return Job(tuple(prompts), tuple(requests), stops, logprobs, echo, stream, usage)
+
+
+def _usage(fields: Fields, stream: bool) -> bool:
+    """Returns whether a stream ends with the numbers of tokens."""
+    options = fields.fields("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        fields.refuse("stream_options", {}, "It is of streams", "Set stream, or leave it out")
+    usage = options.flag("include_usage")
+    options.accept({"include_obfuscation": (False,)})
+    options.end()
+    return usage
 
 
 def check_name(fields: Fields, model: ServedModel) -> None:
