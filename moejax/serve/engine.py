@@ -17,7 +17,7 @@ from moejax.serve.placing import check_overrides, place
 from moejax.serve.programs import Programs, build_programs
 from moejax.serve.prompts import encode_prompts, open_vocabulary
 from moejax.serve.sampling import Sampling
-from moejax.serve.texts import GrowingText, check_stops
+from moejax.serve.texts import Decode, GrowingText, checked_stops
 from moejax.step.state import TrainState
 from moejax.train.records.summary import check_memory
 from moejax.train.start import check_simulated_devices
@@ -132,8 +132,7 @@ class Engine:
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         sampling.check()
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        check_stops(stops)
+        stops = checked_stops(stop)
         if tokens < 1:
             raise InputError(f"`tokens` is out of range. Got {tokens}. It is at least 1. Raise it.")
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -145,13 +144,11 @@ class Engine:
             warnings.warn(note.removeprefix("warning: "), stacklevel=2)
         longest = max(map(len, encoded)) + tokens
         programs = self._programs(longest, len(texts), vocabulary.allowed)
-        decode = vocabulary.tokenizer.decode
-        grown = [GrowingText(decode, ids, stops) for ids in encoded]
         requests = [
             Request(ids, tokens, sampling, vocabulary.stops, number)
             for number, ids in enumerate(encoded)
         ]
-        return _grow(Batch(programs, self._state), requests, grown)
+        return _grow(Batch(programs, self._state), requests, vocabulary.tokenizer.decode, stops)
 
     def _programs(self, positions: int, texts: int, allowed: int) -> Programs:
         """Returns the compiled functions for some texts; the same again for their like."""
@@ -183,8 +180,11 @@ class Engine:
         return f"<model of step {self.step} in {self.path}>"
 
 
-def _grow(batch: Batch, requests: list[Request], texts: list[GrowingText]) -> list[str]:
+def _grow(
+    batch: Batch, requests: list[Request], decode: Decode, stops: tuple[str, ...]
+) -> list[str]:
     """Returns what continues prompts, up to stop strings."""
+    texts = [GrowingText(decode, request.ids, stops) for request in requests]
     pieces: list[list[str]] = [[] for _ in texts]
 
     def ends(number: int, token: Token) -> bool:

@@ -11,7 +11,7 @@ from moejax.serve.endpoint.fields import Fields, RefusedError, refused
 from moejax.serve.programs import LIKELIEST
 from moejax.serve.prompts import ChatPrompts, Vocabulary
 from moejax.serve.sampling import GREEDY, Sampling
-from moejax.serve.texts import TokenTexts, check_stops
+from moejax.serve.texts import TokenTexts, checked_stops
 
 STOPS = 16  # OpenAI takes 4; tasks of lm-eval send more
 STOP_LENGTH = 1000  # characters
@@ -181,10 +181,9 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     if any(len(stop) > STOP_LENGTH for stop in texts):
         fields.refuse("stop", value, rule)
     try:
-        check_stops(texts)
+        return checked_stops(texts)
     except InputError as error:
         raise refused(error, "stop") from None
-    return texts
 
 
 def _room(prompt: Prompt, tokens: int | None, model: ServedModel) -> int:
