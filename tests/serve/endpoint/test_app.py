@@ -11,6 +11,7 @@ import pytest
 from moejax.errors import InputError
 from moejax.serve.endpoint.app import BODY_BYTES
 from moejax.serve.endpoint.server import listen
+from tests.docs.pages import blocks_of
 from tests.serve.endpoint.serving import (
     NAME,
     POSITIONS,
@@ -227,6 +228,15 @@ def test_a_chat_streams(served):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one \u20ac "
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_program_of_the_guide_runs(served, capsys):
+    (block,) = (block for block in blocks_of("docs/guide/serve.md") if block.name == "ask.py")
+    exec(block.text.replace("http://127.0.0.1:8000/v1", served.url), {})
+    shown, scores = capsys.readouterr().out.split("[", 1)
+    assert shown == (SAID * 9)[: len(shown)]
+    assert len(shown.encode()) > 55
+    assert scores.startswith("None, -1.0, ")
 
 
 def test_models_health_and_metrics(served):
