@@ -371,14 +371,14 @@ def test_logits_that_are_not_finite_end_their_own_text_only(clear):
 
 
 def test_a_client_that_goes_away_frees_its_slots(clear):
-    clear.batch.pace = 0.005
+    clear.batch.pace = 0.05  # a text would take six seconds
     before = metric(clear, "moejax_requests_total", outcome="cancelled")
     for stream in (True, False):
         body = {"prompt": "x", "max_tokens": 120, "stream": stream, "n": 6}
         connection = raw(clear, posted("/v1/completions", json.dumps(body).encode()))
         until(lambda: metric(clear, "moejax_running_texts") == 4)
         connection.close()
-        until(lambda: metric(clear, "moejax_running_texts") == 0)
+        until(lambda: metric(clear, "moejax_running_texts") == 0, seconds=2)
         assert metric(clear, "moejax_waiting_texts") == 0
     assert metric(clear, "moejax_requests_total", outcome="cancelled") == before + 2
 
