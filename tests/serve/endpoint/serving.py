@@ -34,8 +34,10 @@ SAID = "one \u20ac two \U0001f600 three. "
 class Scripted(Batch):
     """A batch without a model: every text goes on with the bytes of SAID, over and over.
 
+    Behind a "z" it begins at its second word.
+
     Attributes:
-      held: while it is set, steps wait.
+      go: while it is not set, steps wait.
       log: number of texts that ran in each step.
     """
 
@@ -74,6 +76,8 @@ class Scripted(Batch):
 
     def _event(self, key, request, grown):
         said = SAID.encode()
+        if request.ids[-1] == ord("z"):
+            said = said[8:] + said[:8]
         token = Token(said[grown % len(said)], -0.5, ((said[0], -0.25),) * request.likeliest)
         scored = ()
         if request.scored and not grown:

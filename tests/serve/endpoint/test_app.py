@@ -160,6 +160,18 @@ def test_a_stop_string_ends_a_text_and_frees_its_slot(clear, stop, wanted, strea
     assert sum(clear.batch.log) < 60
 
 
+def test_a_stop_string_frees_a_slot_while_other_texts_go_on(clear):
+    clear.batch.log.clear()
+    clear.batch.pace = 0.01
+    found = clear.openai.completions.create(
+        model=NAME, prompt=["x", "z"], max_tokens=100, stop="one"
+    )
+    assert [choice.text for choice in found.choices] == ["", "two \U0001f600 three. "]
+    assert clear.batch.log.count(2) < 15 < clear.batch.log.count(1) + 5
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 3 + len("two \U0001f600 three. one".encode())
+
+
 def test_a_stream_is_the_text_in_pieces(served):
     stream = served.openai.completions.create(
         model=NAME,
