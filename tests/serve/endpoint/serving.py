@@ -1,6 +1,5 @@
 """Servers in a thread of the tests: of a model, or of a batch that says a known text."""
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -185,8 +184,3 @@ def posted(path, body, *headers):
     """A whole request as bytes."""
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
-def run_async(work):
-    """Runs a coroutine in this thread."""
-    return asyncio.run(work)
