@@ -125,7 +125,7 @@ $(VENV_TPU)/.installed: pyproject.toml constraints.txt
 $(VENV_PARITY)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	python=$$(launch/find_python.sh 11 2>/dev/null || echo "$(PYTHON)") && "$$python" -m venv $(VENV_PARITY)
-	$(VENV_PARITY)/bin/python -m pip install --quiet --editable '.[parity]' $(PARITY_TESTS) --constraint constraints.txt
+	$(VENV_PARITY)/bin/python -m pip install --quiet --editable '.[parity,serve]' $(PARITY_TESTS) --constraint constraints.txt
 	@touch $@
 
 # Of its own: the schemas of all versions of Kubernetes are 110 MB.

@@ -136,6 +136,10 @@ SLOW: tuple[str, ...] = (
 # Of these, what takes little time and what no other test sees.
 QUICK = (
     "benchmarks/test_sent.py",
+    "serve/endpoint/test_app.py",
+    "serve/endpoint/test_fields.py",
+    "serve/endpoint/test_worker.py",
+    "serve/test_texts.py",
     "serve/test_engine.py::test_no_row_loses_tokens_to_a_training_capacity",
     "serve/test_sampling.py",
     "step/test_adapters.py::test_no_two_adapters_start_alike",

@@ -27,7 +27,7 @@ from moejax.serve.programs import build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
 from moejax.serve.samples import Sample, check_routing_file, draw_samples, write_routing
 from moejax.serve.sampling import Sampling
-from moejax.serve.texts import GrowingText, check_stops
+from moejax.serve.texts import GrowingText, checked_stops
 
 EPILOG = """\
 examples:
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
         sampling.check()
         _check_flags(args)
-        check_stops(args.stop)
+        checked_stops(args.stop)
         with join() as processes:
             _run(args, sampling, overrides, processes)
 

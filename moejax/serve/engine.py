@@ -20,7 +20,7 @@ from moejax.serve.programs import SHORT, Programs, build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary
 from moejax.serve.samples import Sample, draw_samples
 from moejax.serve.sampling import GREEDY, Sampling
-from moejax.serve.texts import GrowingText, check_stops
+from moejax.serve.texts import GrowingText, checked_stops
 from moejax.serve.weights import Separator
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, local_bytes
@@ -231,6 +231,7 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
+        stop: str | Sequence[str] = (),
         chat: bool = False,
     ) -> list[str]:
         """Returns the texts that continue prompts, as `moejax generate` writes them.
@@ -245,13 +246,15 @@ class Engine:
           top_p: then from the likeliest of this mass.
           min_p: then from those at least this many times as likely as the likeliest.
           seed: seed of the draws.
+          stop: text or texts; a continuation ends before the first that it would hold.
           chat: whether prompts are messages of a user, which the chat template writes.
         Raises:
           InputError: if an option is out of range, or the model has no place for so much text.
           RunError: if logits are not finite.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        return [s.text for s in self.sample(prompts, tokens=tokens, sampling=sampling, chat=chat)]
+        form = {"tokens": tokens, "sampling": sampling, "stop": stop, "chat": chat}
+        return [sample.text for sample in self.sample(prompts, **form)]
 
     def sample(
         self,
@@ -260,7 +263,7 @@ class Engine:
         tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
         n: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         chat: bool = False,
         prompt_logprobs: bool = False,
         routing: bool = False,
@@ -275,7 +278,7 @@ class Engine:
           tokens: the most that continue a prompt; one number, or one for each prompt.
           sampling: the rule of the draws; one, or one for each prompt.
           n: samples of each prompt, which stand together in the result.
-          stop: texts that end a sample, and are not part of it.
+          stop: text or texts; a sample ends before the first that it would hold.
           chat: whether texts are messages of a user, which the chat template writes.
           prompt_logprobs: whether the chances of the prompts' tokens are returned.
           routing: whether the experts of all tokens are returned.
@@ -290,7 +293,7 @@ class Engine:
         for rule in rules:
             rule.check()
         _check_counts(most, rules, n)
-        check_stops(stop)
+        stops = checked_stops(stop)
         vocabulary = self._vocabulary(chat)
         encoded = self._encoded(prompts, vocabulary, max(most))
         asked = {"scored": prompt_logprobs, "routing": routing}
@@ -299,14 +302,14 @@ class Engine:
             for i, ids in enumerate(encoded)
             for j in range(n)
         ]
-        return self._grown(requests, vocabulary, stop)
+        return self._grown(requests, vocabulary, stops)
 
     def _grown(
-        self, requests: list[Request], vocabulary: Vocabulary, stop: Sequence[str]
+        self, requests: list[Request], vocabulary: Vocabulary, stops: Sequence[str]
     ) -> list[Sample]:
         """Returns samples with their texts, cut before stop strings."""
         decode = vocabulary.tokenizer.decode
-        growing = [GrowingText(decode, one.ids, stop) for one in requests]
+        growing = [GrowingText(decode, one.ids, stops) for one in requests]
         texts = [""] * len(requests)
 
         def ends(number: int, token: Token) -> bool:

@@ -110,18 +110,20 @@ def _begun(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-def check_stops(stops: Sequence[str]) -> None:
-    """Checks stop strings.
+def checked_stops(stops: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns one or several stop strings.
 
     Raises:
       InputError: if one has no character, or is no text of Unicode.
     """
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
     for stop in stops:
         if not stop or not _is_unicode(stop):
             raise InputError(
                 f"stop string is no text. Got {stop!a}. It has at least one character, and each "
                 f"is one of Unicode. Correct it, or leave it out."
             )
+    return stops
 
 
 def _is_unicode(text: str) -> bool:

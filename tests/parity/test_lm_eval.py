@@ -1,11 +1,13 @@
-"""lm-eval scores an export, offline and as documented, and finds what the logits here say."""
+"""lm-eval scores an export and a server, offline and as documented, as the logits here do."""
 
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +65,9 @@ def run(words: list[str], home: Path, **environment: str) -> str:
     return done.stdout
 
 
-def documented(folder: Path, scores: Path) -> tuple[dict[str, str], list[str]]:
-    """The environment and the words of the command in docs/models.md, for this folder."""
-    lines = (ROOT / "docs" / "models.md").read_text().split("\n")
+def documented(page: str, replaced: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The environment and the words of the command on a page, with other values."""
+    lines = (ROOT / "docs" / page).read_text().split("\n")
     (first,) = (n for n, line in enumerate(lines) if "lm-eval run" in line)
     last = next(n for n in range(first, len(lines)) if not lines[n].endswith("\\"))
     words = shlex.split(" ".join(line.rstrip("\\") for line in lines[first : last + 1]))
@@ -73,11 +75,10 @@ def documented(folder: Path, scores: Path) -> tuple[dict[str, str], list[str]]:
     assert settings == {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     words = words[len(settings) :]
     assert words[0] == ".venv-parity/bin/lm-eval"
-    replaced = {"scores": str(scores)}
-    words = [replaced.get(w, w.replace("exported/olmoe", str(folder))) for w in words[1:]]
-    assert str(scores) in words
-    assert any(str(folder) in word for word in words)
-    return settings, [sys.executable, "-m", "lm_eval", *words]
+    assert all(any(old in word for word in words) for old in replaced)
+    olds = re.compile("|".join(map(re.escape, replaced)))
+    words = [olds.sub(lambda found: replaced[found[0]], word) for word in words]
+    return settings, [sys.executable, "-m", "lm_eval", *words[1:]]
 
 
 def nats_of(tmp_path: Path, case: dict, texts: list[list[int]]) -> tuple[float, float]:
@@ -97,7 +98,32 @@ def nats_of(tmp_path: Path, case: dict, texts: list[list[int]]) -> tuple[float, 
     return nats_BT.sum() - ends, ends
 
 
-def test_lm_eval_scores_an_export_as_the_logits_here_do(tmp_path):
+def bits_per_byte(scores: Path) -> float:
+    """The result of a command of lm-eval."""
+    (results,) = scores.rglob("results_*.json")
+    return json.loads(results.read_text())["results"]["local_text"]["bits_per_byte,none"]
+
+
+@contextmanager
+def served(run: str, *words: str):
+    """The port of a server of a run."""
+    command = [sys.executable, "-m", "moejax", "serve", "--run", run, "--port", "0", *words]
+    settings = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=settings, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        found = re.search(r"is served at http://127\.0\.0\.1:(\d+)/v1", line)
+        assert found, line
+        try:
+            yield found[1]
+        finally:
+            server.terminate()
+        assert server.wait(60) == 0
+
+
+def test_lm_eval_scores_an_export_and_a_server_as_the_logits_here_do(tmp_path):
     case = byte_case()
     folder = write_folder(tmp_path / "model", case["config"], draw_all(case["tensors"]))
     tokenizer = write_tokenizer(folder)
@@ -107,10 +133,11 @@ def test_lm_eval_scores_an_export_as_the_logits_here_do(tmp_path):
     export = ["hf", "export", imported, "--out", str(exported), "--dtype", "float32"]
     run([*moejax, *export], tmp_path)
 
-    settings, command = documented(exported, tmp_path / "scores")
+    own = {"exported/olmoe": str(exported)}
+    replaced = own | {"scores": str(tmp_path / "scores")}
+    settings, command = documented("models.md", replaced)
     run(command, tmp_path / "home", **settings)
-    (results,) = (tmp_path / "scores").rglob("results_*.json")
-    scored = json.loads(results.read_text())["results"]["local_text"]["bits_per_byte,none"]
+    scored = bits_per_byte(tmp_path / "scores")
 
     texts = [json.loads(line)["text"] for line in TEXTS.read_text().splitlines()]
     ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
@@ -122,3 +149,10 @@ def test_lm_eval_scores_an_export_as_the_logits_here_do(tmp_path):
     ours = json.loads(told)
     assert ours["bytes"] == size
     assert ours["nats"] == pytest.approx(nats + ends, rel=ALLOWED)
+
+    with served(imported, "--model-name", "olmoe", "--slots", "2", "--positions", "256") as port:
+        replaced = own | {"scores": str(tmp_path / "served"), ":8000": f":{port}", "2048": "256"}
+        settings, command = documented("guide/serve.md", replaced)
+        run(command, tmp_path / "home", **settings)
+    scored = bits_per_byte(tmp_path / "served")
+    assert scored * math.log(2) * size == pytest.approx(nats, rel=ALLOWED)

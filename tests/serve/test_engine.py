@@ -78,6 +78,10 @@ def test_texts_are_those_of_the_command(model, imported, capsys):
         assert ids[-1] == wanted
     assert len(ids) > 3
     assert model.generate([]) == []
+    stop = text["text"][3:6]
+    before = text["text"][: text["text"].index(stop)]
+    assert model.generate("w3 w40", tokens=6, stop=stop) == [before]
+    assert model.generate("w3 w40", tokens=6, stop=["absent", stop]) == [before]
 
 
 @pytest.mark.parametrize(

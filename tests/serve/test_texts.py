@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer
 from moejax.errors import InputError
 from moejax.serve.prompts import Vocabulary
-from moejax.serve.texts import GrowingText, TokenTexts, check_stops
+from moejax.serve.texts import GrowingText, TokenTexts, checked_stops
 
 BYTES = ByteTokenizer()
 WORDS = ["\u2581", "\u2581tok", "en", "\u2581a", "b", "\u20ac", "</s>", "."]
@@ -175,4 +175,4 @@ def test_single_tokens_have_a_text_or_a_name(spaced):
 @pytest.mark.parametrize("stop", ["", "\ud800"])
 def test_a_stop_string_is_text(stop):
     with pytest.raises(InputError, match="stop string is no text"):
-        check_stops(["fine", stop])
+        checked_stops(["fine", stop])

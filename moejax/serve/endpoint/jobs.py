@@ -11,7 +11,7 @@ from moejax.serve.endpoint.fields import Fields, RefusedError, refused
 from moejax.serve.programs import LIKELIEST
 from moejax.serve.prompts import ChatPrompts, Vocabulary
 from moejax.serve.sampling import GREEDY, Sampling
-from moejax.serve.texts import TokenTexts, check_stops
+from moejax.serve.texts import TokenTexts, checked_stops
 
 STOPS = 16  # OpenAI takes 4; tasks of lm-eval send more
 STOP_LENGTH = 1000  # characters
@@ -104,13 +104,7 @@ def read_job(
     sampling, stops = _sampling(fields), _stops(fields)
     n = fields.whole("n", 1, model.texts) or 1
     stream = fields.flag("stream")
-    options = fields.fields("stream_options")
-    if options is not None and not stream:
-        fields.refuse("stream_options", {}, "It is of streams", "Set stream, or leave it out")
-    usage = options is not None and options.flag("include_usage")
-    if options is not None:
-        options.accept({"include_obfuscation": (False,)})
-        options.end()
+    usage = _usage(fields, stream)
     fields.accept(NEUTRAL)
     fields.accept_any(*IGNORED)
     fields.end()
@@ -134,6 +128,19 @@ def read_job(
         for copy in range(n)
     ]
     return Job(tuple(prompts), tuple(requests), stops, logprobs, echo, stream, usage)
+
+
+def _usage(fields: Fields, stream: bool) -> bool:
+    """Returns whether a stream ends with the numbers of tokens."""
+    options = fields.fields("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        fields.refuse("stream_options", {}, "It is of streams", "Set stream, or leave it out")
+    usage = options.flag("include_usage")
+    options.accept({"include_obfuscation": (False,)})
+    options.end()
+    return usage
 
 
 def check_name(fields: Fields, model: ServedModel) -> None:
@@ -174,10 +181,9 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     if any(len(stop) > STOP_LENGTH for stop in texts):
         fields.refuse("stop", value, rule)
     try:
-        check_stops(texts)
+        return checked_stops(texts)
     except InputError as error:
         raise refused(error, "stop") from None
-    return texts
 
 
 def _room(prompt: Prompt, tokens: int | None, model: ServedModel) -> int:

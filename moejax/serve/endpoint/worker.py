@@ -3,26 +3,29 @@
 Only this thread calls JAX. The event loop hands it requests and cancellations, and gets events.
 In a program of several processes, process 0 tells the others before each step what was handed in,
 so that all make the same calls (`follow`). Where nothing runs, all wait without a call.
+Before the first request every program runs once (`warm_up`).
 """
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from moejax.errors import InputError
 from moejax.runtime.processes import Processes
 from moejax.serve.batch import Batch, Event, Request
 from moejax.serve.endpoint.fields import RefusedError
 from moejax.serve.endpoint.metrics import Metrics
-from moejax.serve.sampling import Sampling
+from moejax.serve.programs import LONG, SHORT, Programs
+from moejax.serve.sampling import GREEDY, Sampling
 
 Command = tuple[str, int, Request | None]  # what is asked, of which text
 SUBMIT, CANCEL, STOP = "submit", "cancel", "stop"
+RULES = (GREEDY, Sampling(1.0), Sampling(1.0, top_p=0.5))  # one for each kind of draw
 
 
 class Texts:
@@ -261,3 +264,55 @@ def _request(value: dict[str, Any] | None) -> Request | None:
         return None
     sampling, stops = Sampling(**value["sampling"]), frozenset(value["stops"])
     return Request(**{**value, "sampling": sampling, "stops": stops})
+
+
+class Case(NamedTuple):
+    """Prompts that enter together, and the rule of their tokens."""
+
+    prompts: int
+    length: int
+    sampling: Sampling
+    likeliest: int
+
+
+def cases(programs: Programs) -> list[Case]:
+    """Returns what makes a batch run all its programs."""
+    return [
+        Case(prompts, length, sampling, likeliest)
+        for prompts, length in _shapes(programs)
+        for likeliest in (0, 1)
+        for sampling in RULES
+    ]
+
+
+def _shapes(programs: Programs) -> Iterator[tuple[int, int]]:
+    """Yields numbers of prompts on a device and their lengths."""
+    for length, kind in ((1, 1), (1, SHORT), (2 * SHORT + 1, LONG)):
+        if length <= programs.positions:
+            counts = sorted({programs.rows(n + 1, kind) for n in range(programs.slots)})
+            yield from ((count, length) for count in counts)
+
+
+def warm_up(batch: Batch, programs: Programs, tell: Callable[[int, int], None]) -> None:
+    """Runs every program of a batch once, so that no request waits for a compiler.
+
+    Args:
+      tell: called before each with its number and how many there are.
+    """
+    every = list(dict.fromkeys(cases(programs)))
+    for number, case in enumerate(every):
+        tell(number + 1, len(every))
+        # Enough that texts of the last call of prompts meet those of the first.
+        calls = -(-case.prompts // programs.rows(programs.slots, SHORT))
+        tokens = min(1 + calls, programs.positions - case.length + 1)
+        request = Request(
+            [0] * case.length,
+            tokens,
+            case.sampling,
+            likeliest=case.likeliest,
+            scored=case.likeliest > 0,
+        )
+        for _ in range(case.prompts * programs.devices):
+            batch.submit(request)
+        while batch.running or batch.waiting:
+            batch.step()

@@ -1,6 +1,5 @@
 """Servers in a thread of the tests: of a model, or of a batch that says a known text."""
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -34,8 +33,10 @@ SAID = "one \u20ac two \U0001f600 three. "
 class Scripted(Batch):
     """A batch without a model: every text goes on with the bytes of SAID, over and over.
 
+    Behind a "z" it begins at its second word.
+
     Attributes:
-      held: while it is set, steps wait.
+      go: while it is not set, steps wait.
       log: number of texts that ran in each step.
     """
 
@@ -74,6 +75,8 @@ class Scripted(Batch):
 
     def _event(self, key, request, grown):
         said = SAID.encode()
+        if request.ids[-1] == ord("z"):
+            said = said[8:] + said[:8]
         token = Token(said[grown % len(said)], -0.5, ((said[0], -0.25),) * request.likeliest)
         scored = ()
         if request.scored and not grown:
@@ -181,8 +184,3 @@ def posted(path, body, *headers):
     """A whole request as bytes."""
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
-def run_async(work):
-    """Runs a coroutine in this thread."""
-    return asyncio.run(work)

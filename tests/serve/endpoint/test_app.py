@@ -11,6 +11,7 @@ import pytest
 from moejax.errors import InputError
 from moejax.serve.endpoint.app import BODY_BYTES
 from moejax.serve.endpoint.server import listen
+from tests.docs.pages import blocks_of
 from tests.serve.endpoint.serving import (
     NAME,
     POSITIONS,
@@ -159,6 +160,18 @@ def test_a_stop_string_ends_a_text_and_frees_its_slot(clear, stop, wanted, strea
     assert sum(clear.batch.log) < 60
 
 
+def test_a_stop_string_frees_a_slot_while_other_texts_go_on(clear):
+    clear.batch.log.clear()
+    clear.batch.pace = 0.01
+    found = clear.openai.completions.create(
+        model=NAME, prompt=["x", "z"], max_tokens=100, stop="one"
+    )
+    assert [choice.text for choice in found.choices] == ["", "two \U0001f600 three. "]
+    assert clear.batch.log.count(2) < 15 < clear.batch.log.count(1) + 5
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 3 + len("two \U0001f600 three. one".encode())
+
+
 def test_a_stream_is_the_text_in_pieces(served):
     stream = served.openai.completions.create(
         model=NAME,
@@ -227,6 +240,15 @@ def test_a_chat_streams(served):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one \u20ac "
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_program_of_the_guide_runs(served, capsys):
+    (block,) = (block for block in blocks_of("docs/guide/serve.md") if block.name == "ask.py")
+    exec(block.text.replace("http://127.0.0.1:8000/v1", served.url), {})
+    shown, scores = capsys.readouterr().out.split("[", 1)
+    assert shown == (SAID * 9)[: len(shown)]
+    assert len(shown.encode()) > 55
+    assert scores.startswith("None, -1.0, ")
 
 
 def test_models_health_and_metrics(served):
@@ -361,14 +383,14 @@ def test_logits_that_are_not_finite_end_their_own_text_only(clear):
 
 
 def test_a_client_that_goes_away_frees_its_slots(clear):
-    clear.batch.pace = 0.005
+    clear.batch.pace = 0.05  # a text would take six seconds
     before = metric(clear, "moejax_requests_total", outcome="cancelled")
     for stream in (True, False):
         body = {"prompt": "x", "max_tokens": 120, "stream": stream, "n": 6}
         connection = raw(clear, posted("/v1/completions", json.dumps(body).encode()))
         until(lambda: metric(clear, "moejax_running_texts") == 4)
         connection.close()
-        until(lambda: metric(clear, "moejax_running_texts") == 0)
+        until(lambda: metric(clear, "moejax_running_texts") == 0, seconds=2)
         assert metric(clear, "moejax_waiting_texts") == 0
     assert metric(clear, "moejax_requests_total", outcome="cancelled") == before + 2
 

@@ -99,13 +99,14 @@ def read(form, body, model):
     return refused
 
 
-def test_ten_thousand_changed_bodies_are_read_or_refused():
+@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_changed_bodies_are_read_or_refused(count):
     model, begin = served_model(), time.monotonic()
     for form, body in VALID:
         assert isinstance(read(form, json.dumps(body).encode(), model), Job)
-    found = [read(form, body, model) for form, body in bodies(10_000)]
+    found = [read(form, body, model) for form, body in bodies(count)]
     jobs = [one for one in found if isinstance(one, Job)]
-    assert 500 < len(jobs) < 5000, "both kinds come about"
+    assert 0.05 < len(jobs) / count < 0.5, "both kinds come about"
     for job in jobs:
         assert len(job.requests) <= model.texts
         assert all(len(r.ids) + r.tokens <= POSITIONS for r in job.requests)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.serve.batch import Batch, Request
-from moejax.serve.endpoint.warm_up import warm_up
+from moejax.serve.endpoint.worker import warm_up
 from moejax.serve.samples import draw_samples
 from moejax.serve.sampling import Sampling
 from tests.cases import CERTAIN, small_config

@@ -31,7 +31,7 @@ class Recorded(Scripted):
     """Notes the calls that are made of it."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(pace=0.002)  # so that a cancellation comes before the end
         self.calls = []
 
     def submit(self, request):
@@ -60,7 +60,7 @@ def test_the_other_processes_make_the_same_calls(monkeypatch):
     with serving(first, warm_up=lambda batch: batch.calls.append("warm")) as found:
         assert found.ready.wait(10)
         body = {"model": NAME, "prompt": ["x", [1, 2]], "n": 2, "logprobs": 2}
-        found.http.post("/v1/completions", json={**body, "max_tokens": 9, "stop": "e"})
+        found.http.post("/v1/completions", json={**body, "max_tokens": 100, "stop": "e"})
         found.openai.completions.create(
             model=NAME, prompt="x", top_p=0.5, seed=4, max_tokens=len(SAID.encode())
         )
