@@ -363,7 +363,8 @@ def page(result: dict[str, Any]) -> str:
         'to the longest and until the longest ends; "batches of 8" are of the requests in order; '
         '"continuous" is its `ContinuousBatchingManager`, ready and warm.',
         "",
-        f"Loading and compiling are on neither side. moejax compiles, without a cache, before: {compiling}.",
+        "Loading and compiling are on neither side. moejax compiles, without a cache, before: "
+        f"{compiling}.",
         "Profile: [docs/log.md](../../docs/log.md).",
         "",
         *(f"* {name}: {versions(side)}" for name, side in sides.items()),

@@ -112,7 +112,8 @@ def test_the_wheel_has_the_package_and_the_configs_and_nothing_else(built):
     }
     wanted |= {"moejax/docs/architecture.md", "moejax/docs/rates.md"}
     assert in_wheel(built) == wanted
-    assert {"moejax/py.typed", "moejax/comm/cpu/exchange.cc", "moejax/configs/tiny.py"} <= wanted
+    assert {"moejax/py.typed", "moejax/configs/tiny.py"} <= wanted
+    assert {"moejax/comm/cpu/exchange.cc", "moejax/kernels/experts/few_rows.cc"} <= wanted
 
 
 def test_the_sdist_has_what_its_tests_and_texts_need(built):

@@ -7,11 +7,16 @@ and up; X and Y columns of two arrays of rows.
 others: sizes are known only at run time and shapes must be static, so a group is cut into blocks,
 and each block runs at the smallest size in `BLOCK_ROWS` that holds it. Groups without rows cost
 nothing: a chunk of tokens that meets few experts reads the weights of those alone.
+
+Without gradients few rows a group go by `few_rows.cc`, which reads weights where they lie: XLA
+copies what a loop slices. Of such a product K are summed over and N are columns.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,8 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from moejax.annotations import Array, Float, Int
 from moejax.kernels.costs import jitted
-from moejax.kernels.experts import few_rows
 from moejax.kernels.experts.activation import activate, row_dots
 from moejax.kernels.experts.expert_weights import (
     ExpertWeights,
@@ -30,14 +35,18 @@ from moejax.kernels.experts.expert_weights import (
     times_transposed,
     weight_gradients,
 )
-from moejax.kernels.experts.few_rows import multiply_few_rows
 from moejax.kernels.experts.grouped_matmul import add_bias
 from moejax.kernels.kept import GATE_AND_UP
+from moejax.runtime.program_cache import LibraryError, load_library
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
-FEW_ROWS = 32  # most rows a group, on average, that go by `few_rows`
+FEW_ROWS = 32  # most rows a group, on average, that go by `few_rows.cc`
+SOURCE = Path(__file__).with_name("few_rows.cc")
+# Vectors as wide as this processor has; the order of a sum may differ between kinds of processors.
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
+DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 class MlpForm(NamedTuple):
@@ -128,7 +137,7 @@ def _only_forward(x_MD, weights, sizes_G, *, limit):
         return _compute_rows(x_MD, weights, sizes_G, None, limit)[0]
 
     few = x_MD.shape[0] <= FEW_ROWS * sizes_G.shape[0]
-    if not (few and few_rows.takes(x_MD, weights.w_out)):
+    if not (few and takes_few_rows(x_MD, weights.w_out)):
         return by_blocks()
     read_once = partial(_few_rows, x_MD, weights, sizes_G, limit)
     return lax.platform_dependent(cpu=read_once, default=by_blocks)
@@ -147,6 +156,39 @@ def _few_rows(x_MD: jax.Array, weights: ExpertWeights, sizes_G: jax.Array, limit
 
     h_MW = multiply(x_MD, weights.w_in, weights.in_adapter, weights.b_in)
     return multiply(activate(h_MW, limit), weights.w_out, weights.out_adapter, weights.b_out)
+
+
+def multiply_few_rows(
+    x_MK: Float[Array, "M K"], w_GKN: Float[Array, "G K N"], sizes_G: Int[Array, " G"]
+) -> Float[Array, "M N"]:
+    """Returns `reference.grouped_matmul`, summed in float32, without gradients.
+
+    Matrices of groups without rows are not read, others once. On CPU only; see `takes`.
+    """
+    name = f"moejax_few_rows_{x_MK.dtype.name}"
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x_MK.shape[0], w_GKN.shape[2]), x_MK.dtype))
+    return call(x_MK, w_GKN, sizes_G)
+
+
+def takes_few_rows(x_MK: jax.Array, w_GKN: jax.Array) -> bool:
+    """Returns whether `multiply_few_rows` takes arrays like these here.
+
+    It needs a C++ compiler; stderr says it once if there is none.
+    """
+    return x_MK.dtype == w_GKN.dtype and x_MK.dtype in DTYPES and _register_few_rows()
+
+
+@cache
+def _register_few_rows() -> bool:
+    names = [f"moejax_few_rows_{jnp.dtype(dtype).name}" for dtype in DTYPES]
+    try:
+        library = load_library(SOURCE, names, *FLAGS)
+    except LibraryError as error:
+        print(f"moejax: experts of few rows run by XLA, which is slower: {error}.", file=sys.stderr)
+        return False
+    for name in names:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return True
 
 
 def _blocked_forward(form, x_MD, weights, sizes_G, one_M1):

@@ -2,7 +2,7 @@
 //
 // Reading the matrices takes longer than the products. XLA copies a matrix that a loop slices out of
 // an array; here matrices are read where they lie, each once, and only those that have rows.
-// kernels/experts/few_rows.py calls it. Letters as there: M rows, G groups, K summed over, N columns.
+// kernels/experts/blocked_mlp.py calls it. Letters as there: M rows, G groups, K summed over, N columns.
 
 #include <algorithm>
 #include <atomic>

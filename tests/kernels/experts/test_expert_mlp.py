@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moejax.kernels.costs import named_cost
-from moejax.kernels.experts import blocked_mlp, few_rows
+from moejax.kernels.experts import blocked_mlp
 from moejax.kernels.experts.activation import activate
 from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
 from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
@@ -76,7 +76,7 @@ def test_few_rows_without_gradients_read_the_weights_of_their_groups_alone(
 ):
     """Whose weights have no rows, not even NaN reaches the result."""
     if not compiler:
-        monkeypatch.setattr(few_rows, "_register", lambda: False)
+        monkeypatch.setattr(blocked_mlp, "_register_few_rows", lambda: False)
     x, w_in, w_out, _ = operands(sizes, 2)
     counts = jnp.asarray(sizes, jnp.int32)
     rng = np.random.default_rng(1)
@@ -105,7 +105,7 @@ def test_products_of_few_rows_are_right_for_any_shape(sizes, unused, K, N, dtype
     w = jnp.asarray(rng.standard_normal((len(sizes), K, N)), dtype)
     if rows + unused == 0:
         return
-    got = few_rows.multiply_few_rows(x, w, jnp.asarray(sizes, jnp.int32))
+    got = blocked_mlp.multiply_few_rows(x, w, jnp.asarray(sizes, jnp.int32))
     group_M = np.repeat(np.arange(len(sizes)), sizes)
     exact_MKN = np.asarray(x, np.float64)[:rows, :, None] * np.asarray(w, np.float64)[group_M]
     want_MN = np.zeros((rows + unused, N))
@@ -121,13 +121,13 @@ def test_products_of_few_rows_are_right_for_any_shape(sizes, unused, K, N, dtype
 def test_without_a_compiler_a_line_says_that_few_rows_are_slower(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(program_cache.shutil, "which", lambda name: None)
-    few_rows._register.cache_clear()
+    blocked_mlp._register_few_rows.cache_clear()
     x = jnp.ones((1, 2))
     try:
-        assert not few_rows.takes(x, jnp.ones((1, 2, 3)))
-        assert not few_rows.takes(x, jnp.ones((1, 2, 3)))
+        assert not blocked_mlp.takes_few_rows(x, jnp.ones((1, 2, 3)))
+        assert not blocked_mlp.takes_few_rows(x, jnp.ones((1, 2, 3)))
     finally:
-        few_rows._register.cache_clear()
+        blocked_mlp._register_few_rows.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("moejax: experts of few rows run by XLA")
     assert "there is no C++ compiler (g++)" in line
