@@ -264,11 +264,7 @@ def tables(result: dict[str, Any]) -> list[str]:
         lines += [
             f"## {TITLES[workload]}",
             "",
-            "| | moejax | "
-            + " | ".join(others)
-            + " | "
-            + " | ".join(f"over {o}" for o in others)
-            + " |",
+            f"| {' | '.join(['', 'moejax', *others, *(f'over {one}' for one in others)])} |",
             "|---|" + "---:|" * (1 + 2 * len(others)),
         ]
         for part in [name for name in LABELS if name in parts]:

@@ -182,10 +182,19 @@ class Batch:
         self._free[text.device].sort()
 
     def _pieces(self, prompts: list[_Text]) -> tuple[list[list[_Text]], int]:
-        """Returns the texts of each device whose prompts go on, and the tokens of a row."""
-        longest = max(text.waits for text in prompts)
-        length = LONG if longest > 2 * SHORT else SHORT
-        return self._rows_of(prompts, self._programs.rows(self._programs.slots, length)), length
+        """Returns the texts of each device whose prompts go on, and the tokens of a row.
+
+        Rows are long if no larger share of a call is padding then.
+        """
+
+        def call(length: int) -> tuple[list[list[_Text]], float]:
+            rows = self._rows_of(prompts, self._programs.rows(self._programs.slots, length))
+            count = self._programs.rows(max(map(len, rows)), length)
+            new = sum(min(text.waits, length) for own in rows for text in own)
+            return rows, new / (count * length)
+
+        (long, share), (short, of_short) = call(LONG), call(SHORT)
+        return (long, LONG) if share >= of_short else (short, SHORT)
 
     def _rows_of(self, texts: list[_Text], most: int) -> list[list[_Text]]:
         """Returns the first texts of each device, in the order in which they were taken up."""
