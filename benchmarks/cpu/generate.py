@@ -31,7 +31,7 @@ from moejax.errors import InputError
 CONFIG = config_of(layers=8, width=512, heads=8, experts=16, hidden=1024, vocabulary=32_000)
 EQUAL = ("1", "8", "32")  # requests of one length
 PROMPT, TOKENS = 64, 32
-SLOTS = 32
+SLOTS = 64
 SIDES = {"moejax": "moejax_generate.py", "transformers": "torch_generate.py"}
 # Of each workload what takes turns. transformers has two implementations of experts: grouped_mm is
 # its default, eager a loop over experts, which is faster on some CPUs.

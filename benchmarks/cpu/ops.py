@@ -1,7 +1,8 @@
-"""Times moejax's own operations on a CPU, forward and backward, beside the obvious alternatives.
+"""Times moejax's own operations on a CPU beside the obvious alternatives.
 
 All forms of an operation are compiled first; then each runs once a round, in turns. A form's ratio
-is its time over the kept form's in the same round. Writes ops.json and ops.md.
+is its time over the first form's in the same round. Experts of few rows run forward alone, as in
+generation; everything else forward and backward. Writes ops.json and ops.md.
 
     python -m benchmarks.cpu.ops --out benchmarks/results
 """
@@ -19,7 +20,9 @@ import numpy as np
 
 from benchmarks.machine import Clock, describe, spread
 from moejax.kernels.attention.attention import attention, attention_mask
+from moejax.kernels.experts import blocked_mlp
 from moejax.kernels.experts.expert_mlp import expert_mlp
+from moejax.kernels.experts.expert_weights import ExpertWeights
 
 Forms = dict[str, Callable[..., jax.Array]]
 KEPT = "moejax (blocked)"
@@ -77,6 +80,27 @@ def experts_case(M: int, G: int, D: int, F: int) -> tuple[Forms, list[jax.Array]
     return forms, arrays
 
 
+def few_rows_case(M: int, G: int, D: int, F: int) -> tuple[Forms, list[jax.Array]]:
+    """The same with few rows a group: which form `blocked_mlp.FEW_ROWS` should choose."""
+    _, arrays = experts_case(M, G, D, F)
+    sizes_G = jnp.asarray(np.bincount(np.random.default_rng(1).integers(0, G, M), minlength=G))
+    sizes_G = sizes_G.astype(jnp.int32)
+
+    def by_blocks(x, w_in, w_out):
+        return blocked_mlp._compute_rows(x, ExpertWeights(w_in, w_out), sizes_G, None, None)[0]
+
+    def read_once(x, w_in, w_out):
+        return blocked_mlp._few_rows(x, ExpertWeights(w_in, w_out), sizes_G, None)
+
+    if not blocked_mlp.takes_few_rows(arrays[0], arrays[2]):
+        raise SystemExit("few_rows.cc cannot be compiled here")
+    return {"few_rows.cc": read_once, "blocks of rows by XLA": by_blocks}, arrays
+
+
+FEW = {
+    f"experts without gradients, {M / 16:g} rows a group: M={M} G=16 D=512 F=1024": M
+    for M in (2, 16, 64, 128, 256, 512, 1024, 2048)
+}
 CASES = {
     "attention B=8 T=256 H=8 G=8 C=32": lambda: attention_case(8, 256, 8, 8, 32),
     "attention B=2 T=1024 H=8 G=2 C=64": lambda: attention_case(2, 1024, 8, 2, 64),
@@ -95,9 +119,11 @@ def both_ways(form: Callable[..., jax.Array]) -> Callable[..., object]:
     return jax.jit(run)
 
 
-def measure(forms: Forms, arrays: list[jax.Array], rounds: int) -> dict[str, list[float]]:
+def measure(
+    forms: Forms, arrays: list[jax.Array], rounds: int, way: Callable = both_ways
+) -> dict[str, list[float]]:
     """Returns each form's seconds by round."""
-    runs = {name: both_ways(form) for name, form in forms.items()}
+    runs = {name: way(form) for name, form in forms.items()}
     for run in runs.values():
         jax.block_until_ready(run(*arrays))
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -111,11 +137,19 @@ def measure(forms: Forms, arrays: list[jax.Array], rounds: int) -> dict[str, lis
 
 def to_markdown(result: dict) -> str:
     """A table for each operation."""
-    lines = ["# Operations, forward and backward", "", "`python -m benchmarks.cpu.ops`", ""]
+    lines = [
+        "# Operations",
+        "",
+        "Forward and backward, but for experts without gradients.",
+        "",
+        "`python -m benchmarks.cpu.ops`",
+        "",
+    ]
     for case, seconds in result["seconds"].items():
         lines += [f"## {case}", "", "| form | ratio: median | quartiles |", "|---|---:|---|"]
+        first = next(iter(seconds.values()))
         for name, values in seconds.items():
-            ratios = [a / b for a, b in zip(values, seconds[KEPT], strict=True)]
+            ratios = [a / b for a, b in zip(values, first, strict=True)]
             s = spread(ratios)
             row = f"| {name} | {s['median']:.2f} | {s['quartile_1']:.2f} - {s['quartile_3']:.2f} |"
             lines.append(row)
@@ -140,6 +174,8 @@ def main() -> None:
     cpus = sorted(os.sched_getaffinity(0))
     clock, cpu_before = Clock(cpus), time.process_time()
     seconds = {case: measure(*make(), args.rounds) for case, make in CASES.items()}
+    for case, M in FEW.items():
+        seconds[case] = measure(*few_rows_case(M, 16, 512, 1024), args.rounds, way=jax.jit)
     result = {
         "seconds": seconds,
         "others_cpu_share": clock.others_share(time.process_time() - cpu_before),
