@@ -175,7 +175,8 @@ def takes_few_rows(x_MK: jax.Array, w_GKN: jax.Array) -> bool:
 
     It needs a C++ compiler; stderr says it once if there is none.
     """
-    return x_MK.dtype == w_GKN.dtype and x_MK.dtype in DTYPES and _register_few_rows()
+    known = x_MK.dtype == w_GKN.dtype and x_MK.dtype in DTYPES
+    return known and jax.default_backend() == "cpu" and _register_few_rows()
 
 
 @cache
