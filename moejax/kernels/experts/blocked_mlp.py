@@ -42,7 +42,7 @@ from moejax.runtime.program_cache import LibraryError, load_library
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
-FEW_ROWS = 32  # most rows a group, on average, that go by `few_rows.cc`
+FEW_ROWS = 64  # most rows a group, on average, that go by `few_rows.cc` (results/ops.md)
 SOURCE = Path(__file__).with_name("few_rows.cc")
 # Vectors as wide as this processor has; the order of a sum may differ between kinds of processors.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
