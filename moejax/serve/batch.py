@@ -29,8 +29,8 @@ class Request:
       tokens: the most that continue it; 0 only scores it.
       stops: ids that end the text, and are not part of it.
       number: with the seed decides the draws.
-      likeliest: number of the likeliest tokens whose chances are reported, at most `LIKELIEST`.
-      scored: whether the chances of the prompt's tokens are reported too.
+      likeliest: number of the likeliest tokens that are reported, at most `LIKELIEST`.
+      scored: whether the log probabilities of the prompt's tokens are reported too.
       routing: whether the experts of its tokens are reported. The model has experts.
     """
 

@@ -32,7 +32,7 @@ from moejax.serve.texts import GrowingText, checked_stops
 EPILOG = """\
 examples:
   moejax generate --run runs/tiny --prompt "def " --tokens 80 --stream
-  moejax generate --run imported/olmoe --prompts questions.txt --top-p 0.95
+  moejax generate --run imported/olmoe --prompts questions.txt --temperature 0.8
   moejax generate --run runs/books --prompt "Once" --config.mesh.tensor=2
   moejax generate --run runs/olmoe_chat --chat --prompt "What is a mesh?"
 

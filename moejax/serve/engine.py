@@ -1,4 +1,4 @@
-"""A model in memory, for programs: logits and chances of given tokens, and texts that go on."""
+"""A model in memory, for programs: logits and log probabilities of tokens, and texts that go on."""
 
 import os
 import warnings
@@ -64,7 +64,8 @@ class Engine:
     Where several processes train, each has its engine, and they call it together: the same
     methods in the same order, with the same arguments. All get the same results.
 
-    A further length of prompts, rounded up to a multiple of 64, compiles further programs.
+    A call compiles what is new: a length of texts (in steps of 64), a number of texts, a kind of
+    sampling, scores, experts.
 
     Attributes:
       path: the checkpoint's directory; of a run in memory the one that its step has or would have.
@@ -268,19 +269,19 @@ class Engine:
         prompt_logprobs: bool = False,
         routing: bool = False,
     ) -> list[Sample]:
-        """Returns texts that continue prompts, with their ids, chances and experts.
+        """Returns texts that continue prompts, with their ids, log probabilities and experts.
 
-            rule = moejax.Sampling(temperature=1.0, seed=step)
-            samples = engine.sample(["def ", [1, 733, 16289]], n=8, sampling=rule)
+            sampling = moejax.Sampling(temperature=1.0, seed=step)
+            samples = engine.sample(["def ", [1, 733, 16289]], n=8, sampling=sampling)
 
         Args:
           prompts: one text, or several; each a text, or ids, in front of which nothing is put.
           tokens: the most that continue a prompt; one number, or one for each prompt.
-          sampling: the rule of the draws; one, or one for each prompt.
+          sampling: the sampling parameters; one, or one for each prompt.
           n: samples of each prompt, which stand together in the result.
           stop: text or texts; a sample ends before the first that it would hold.
           chat: whether texts are messages of a user, which the chat template writes.
-          prompt_logprobs: whether the chances of the prompts' tokens are returned.
+          prompt_logprobs: whether log probabilities of the prompts' tokens are returned, [T - 1].
           routing: whether the experts of all tokens are returned.
         Raises:
           InputError: if an option is out of range, or the model has no place for so much text.
@@ -323,9 +324,9 @@ class Engine:
         return samples
 
     def score(self, texts: str | Sequence[Prompt]) -> list[np.ndarray]:
-        """Returns the log chance of each token behind a text's first, float32 [T - 1].
+        """Returns the log probability of each token behind a text's first, float32 [T - 1].
 
-            chances = engine.score([prompt_ids + answer_ids])[0][-len(answer_ids):]
+            logprobs = engine.score([prompt_ids + answer_ids])[0][-len(answer_ids):]
 
         Args:
           texts: one text, or several; each a text, or ids, in front of which nothing is put.
@@ -408,10 +409,9 @@ class Engine:
 
     def _checked(self, token_ids: Any, dims: tuple[int, ...] = (1, 2)) -> np.ndarray:
         """Returns ids as [B, T]."""
-        rule = "Ids are one list of whole numbers" + ", or several lists of one length" * (
-            2 in dims
-        )
-        rule += "."
+        rule = "Ids are one list of whole numbers, or several lists of one length."
+        if dims == (1,):
+            rule = "A prompt is a text or a list of ids; prompts are a list of them: [[1, 2, 3]]."
         try:
             ids = np.asarray(token_ids)
         except ValueError as error:  # lists of several lengths

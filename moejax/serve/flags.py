@@ -54,4 +54,4 @@ def load_weights(programs: Programs, chosen: Chosen, processes: Processes) -> Tr
     """
     beside = programs.bytes_beside_weights()
     check_memory(programs.train_step, processes, gradients=False, beside=beside)
-    return programs.take(read_weights(chosen, programs.stored, processes))
+    return programs.take(read_weights(chosen, programs.stored, processes), processes)

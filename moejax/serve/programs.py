@@ -24,7 +24,8 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Layout, build_layout
 from moejax.model import cached
 from moejax.model.context import Rows
-from moejax.serve.sampling import Drawn, Draws, draw, log_chances
+from moejax.runtime.processes import ALONE, Processes
+from moejax.serve.sampling import Drawn, Draws, draw, log_probabilities
 from moejax.serve.weights import Separator, targets_apart
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, build_step, local_bytes
@@ -32,7 +33,7 @@ from moejax.step.train_step import TrainStep, build_step, local_bytes
 SHORT, LONG = 64, 256  # tokens of a row of a prompt in one call
 CALL_TOKENS = 512  # most tokens of a device in one call, if a row has no more
 STRIPE = 32  # positions side by side of a cache that devices share
-LIKELIEST = 20  # tokens whose chances are reported, where they are asked for
+LIKELIEST = 20  # tokens whose log probabilities are reported, where they are asked for
 
 
 class NewTokens(NamedTuple):
@@ -45,7 +46,7 @@ class NewTokens(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log chances of given tokens, and the likeliest tokens with theirs, in order."""
+    """Log probabilities of given tokens, and the likeliest tokens with theirs, in order."""
 
     logprob_RT: Any
     likeliest_RTN: Any
@@ -123,8 +124,8 @@ class Programs:
             def of_tokens(arrays: tuple[jax.Array, jax.Array]) -> Scores:
                 x_ND, next_N = arrays
                 logit_NV = cached.whole_logits(transformer, x_ND, w_Dv)
-                found = log_chances(logit_NV, next_N, allowed=self.allowed, likeliest=LIKELIEST)
-                return Scores(*found)
+                form = {"allowed": self.allowed, "likeliest": LIKELIEST}
+                return Scores(*log_probabilities(logit_NV, next_N, **form))
 
             # A position of all rows at a time, so that few logits are held.
             scores = jax.lax.map(of_tokens, (x_RTD.swapaxes(0, 1), next_RT.T))
@@ -164,9 +165,9 @@ class Programs:
         batch = self._layout.token_spec()
         return self._program("logits", body, (self._states, batch), P() if shared else batch)
 
-    def take(self, state: TrainState) -> TrainState:
+    def take(self, state: TrainState, processes: Processes = ALONE) -> TrainState:
         """Returns a state of `stored` as the functions take it; deletes its arrays."""
-        return Separator(self.stored).take(state)
+        return Separator(self.stored, processes).take(state)
 
     def place(self, arrays: Any) -> Any:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""

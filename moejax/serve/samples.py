@@ -1,4 +1,4 @@
-"""Texts that a model drew, with what a trainer asks of them: chances of tokens, and experts.
+"""Texts that a model drew, with the log probabilities and the experts of their tokens.
 
 Letters: T tokens of a prompt and its text, L layers with experts, K experts chosen per token.
 """
@@ -21,19 +21,20 @@ FORMAT = 1  # of the file, see docs/formats/routing.md
 class Sample:
     """A prompt and the text that continues it.
 
-    Log chances are natural logarithms, of the whole vocabulary and at temperature 1, as in a loss.
+    Log probabilities are of the whole vocabulary and at temperature 1, as in a loss.
 
     Attributes:
       prompt_ids: ids of the prompt.
-      ids: ids that continue it, without the one that ended it; before a stop string.
-      logprobs: log chance of each of `ids`.
+      ids: ids that continue it, without the one that ended it. Where a stop string begins inside a
+        token, that token is the last.
+      logprobs: log probability of each of `ids`.
       ended: "stop" if an id or a stop string ended the text, "length" if it has as many tokens as
         it may.
-      text: `ids` as text.
-      prompt_logprobs: log chance of each id of the prompt behind its first, if asked for.
+      text: `ids` as text, up to a stop string.
+      prompt_logprobs: log probability of each id of the prompt behind its first, if asked for.
       expert_TLK: the experts that each token of prompt and text chose in each layer with experts,
-        in the order of layers and of scores, if asked for. They are -1 for the last token of a
-        text that ended by its length: the model did not run on it.
+        in the order of layers and of scores, if asked for. They are -1 for the last token if the
+        model did not run on it: the text ended by its length, or inside that token.
     """
 
     prompt_ids: list[int]

@@ -79,7 +79,7 @@ class Draws(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A token of each row, `NOT_FINITE` where logits are not finite, and logarithms of chances.
+    """A token of each row, `NOT_FINITE` where logits are not finite, and log probabilities.
 
     The likeliest tokens are in order; there may be none.
     """
@@ -111,7 +111,7 @@ def draw(
             scaled_RV = jnp.where(kept_RV, scaled_RV, -jnp.inf)
         drawn_R = jnp.argmax(scaled_RV + _noise(draws, logit_RV.shape[1]), axis=1)
         token_R = jnp.where(is_drawn_R, drawn_R.astype(jnp.int32), token_R)
-    logprobs = log_chances(logit_RV, token_R, allowed=allowed, likeliest=likeliest)
+    logprobs = log_probabilities(logit_RV, token_R, allowed=allowed, likeliest=likeliest)
     return Drawn(jnp.where(is_finite_R, token_R, NOT_FINITE), *logprobs)
 
 
@@ -125,10 +125,10 @@ def _noise(draws: Draws, vocabulary: int) -> Float[Array, "R V"]:
     return jax.vmap(of_row)(draws.seed_R, draws.number_R, draws.position_R)
 
 
-def log_chances(
+def log_probabilities(
     logit_RV: Float[Array, "R V"], token_R: Int[Array, " R"], *, allowed: int, likeliest: int
 ) -> tuple[Float[Array, " R"], Int[Array, "R N"], Float[Array, "R N"]]:
-    """Returns log chances of tokens, and the likeliest tokens with theirs.
+    """Returns log probabilities of tokens, and the likeliest tokens with theirs.
 
     They are of the whole vocabulary, as in a loss: without temperature and filters.
     """

@@ -144,7 +144,7 @@ def _only_forward(x_MD, weights, sizes_G, *, limit):
 
 
 def _few_rows(x_MD: jax.Array, weights: ExpertWeights, sizes_G: jax.Array, limit) -> jax.Array:
-    """The forward pass of so few rows that reading the weights takes longer than the products."""
+    """The forward pass of so few rows that reading the weights takes longer: [M, D] -> [M, D]."""
     weights = flat(weights)
 
     def multiply(x_MX, w_GXY, adapter: Factors | None, bias_GY):
@@ -163,7 +163,7 @@ def multiply_few_rows(
 ) -> Float[Array, "M N"]:
     """Returns `reference.grouped_matmul`, summed in float32, without gradients.
 
-    Matrices of groups without rows are not read, others once. On CPU only; see `takes`.
+    Matrices of groups without rows are not read, others once. On CPU only; see `takes_few_rows`.
     """
     name = f"moejax_few_rows_{x_MK.dtype.name}"
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x_MK.shape[0], w_GKN.shape[2]), x_MK.dtype))
