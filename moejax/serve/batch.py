@@ -5,6 +5,7 @@ text that has begun grows by a token, so no text waits for another's end. Proces
 that are given the same requests make the same calls.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -273,7 +274,8 @@ class Batch:
         for row, text in list(ready.items()):
             if not text.request.tokens:
                 del ready[row]
-                events.append(text.news((), "length"))
+                is_finite = all(math.isfinite(token.logprob) for token in text.scored)
+                events.append(text.news((), "length" if is_finite else "not finite"))
                 self._release(text)
         if not ready:
             return events
@@ -368,7 +370,7 @@ def news(
                     f"it was. Take another one: --step."
                 )
             stopped = [ends(number, token) for token in event.tokens] if ends is not None else []
-            if any(stopped) and event.ended is None:
+            if any(stopped):
                 batch.cancel(event.key)
                 event = event._replace(ended="stop")
             yield number, event

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass, field
 
 from moejax.config.command_line import Parser
 from moejax.config.load import split_overrides
@@ -14,7 +13,7 @@ from moejax.evaluate.checkpoint import Chosen
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.screen import screen
-from moejax.serve.batch import Batch, Request, Token
+from moejax.serve.batch import Batch, Request
 from moejax.serve.flags import (
     add_checkpoint,
     add_settings,
@@ -25,9 +24,9 @@ from moejax.serve.flags import (
 from moejax.serve.placing import place
 from moejax.serve.programs import build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
-from moejax.serve.samples import Sample, check_routing_file, draw_samples, write_routing
+from moejax.serve.samples import Sample, check_routing_file, draw_texts, write_routing
 from moejax.serve.sampling import Sampling
-from moejax.serve.texts import GrowingText, checked_stops
+from moejax.serve.texts import checked_stops
 
 EPILOG = """\
 examples:
@@ -41,28 +40,6 @@ A text ends at the token that ends documents, before the first --stop, or after
 depends neither on others nor on the mesh (but for the last bits of logits).
 Exit codes: 0 done, 1 logits are not finite, 2 bad input, 130 stopped.
 """
-
-
-@dataclass
-class Text:
-    """A prompt and its continuation."""
-
-    prompt: str
-    prompt_ids: list[int]
-    growing: GrowingText
-    ids: list[int] = field(default_factory=list)
-    continuation: str = ""
-
-    def add(self, id: int) -> bool:
-        """Adds a token. Returns whether a stop string ends the text."""
-        self.ids.append(id)
-        self.continuation += self.growing.add(id)
-        return self.growing.stopped
-
-    def end(self) -> None:
-        """Adds characters that were held back; leaves only the tokens of the text."""
-        self.continuation += self.growing.end()
-        del self.ids[self.growing.kept :]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -158,88 +135,78 @@ def _run(
         check_routing_file(args.routing, cfg.model.has_experts)
     for note in (*chosen.notes, *notes):
         console.print(note, highlight=False, soft_wrap=True)
-    wanted = [
-        Text(text, ids, GrowingText(vocabulary.tokenizer.decode, ids, args.stop))
-        for text, ids in zip(texts, prompts, strict=True)
-    ]
-    stream = args.stream and processes.first
     requests = [
         Request(ids, args.tokens, sampling, vocabulary.stops, n, routing=args.routing is not None)
         for n, ids in enumerate(prompts)
     ]
-    samples, seconds = _continue(wanted, requests, chosen, vocabulary, processes, stream)
+    stream = args.stream and processes.first
+    shown = texts[0] + vocabulary.between if stream else None
+    samples, seconds = _draw(requests, chosen, vocabulary, args.stop, processes, shown)
     if processes.first and args.routing is not None:
         layers = [n for n, kind in enumerate(block_kinds(cfg.model)) if kind.mlp == "moe"]
         write_routing(args.routing, samples, layers=layers, num_experts=cfg.moe.num_experts)
     if processes.first and args.json:
-        _print_json(wanted, chosen, sampling, args.tokens)
+        _print_json(texts, samples, chosen, sampling)
     elif processes.first and not stream:
-        _print_texts(wanted, vocabulary)
-    count = sum(len(text.ids) for text in wanted)
+        _print_texts(texts, samples, vocabulary)
+    count = sum(len(sample.ids) for sample in samples)
     console.print(f"{count:,} tokens in {seconds:.1f} s, compilation included", highlight=False)
 
 
-def _continue(
-    texts: list[Text],
+def _draw(
     requests: list[Request],
     chosen: Chosen,
     vocabulary: Vocabulary,
+    stops: list[str],
     processes: Processes,
-    stream: bool,
+    shown: str | None,
 ) -> tuple[list[Sample], float]:
-    """Starts devices, reads the weights, and lets the texts grow. Returns samples and seconds."""
+    """Starts devices, reads the weights, and draws the texts. Returns samples and seconds.
+
+    Args:
+      shown: printed in front of the only text, which is printed while it grows; None: nothing is.
+    """
     placed = place(chosen, processes)
     programs = build_programs(
         *placed,
-        slots=min(len(texts), placed.cfg.train.batch_sequences),
+        slots=min(len(requests), placed.cfg.train.batch_sequences),
         positions=max(len(request.ids) + request.tokens for request in requests),
         allowed=vocabulary.allowed,
     )
-    state = load_weights(programs, chosen, processes)
-    began, first = time.monotonic(), texts[0]
-    if stream:
-        print(first.prompt, end=vocabulary.between, flush=True)
+    batch = Batch(programs, load_weights(programs, chosen, processes), processes)
+    began = time.monotonic()
 
-    def ends(number: int, token: Token) -> bool:
-        before = len(texts[number].continuation)
-        found = texts[number].add(token.id)
-        if stream:
-            print(texts[number].continuation[before:], end="", flush=True)
-        return found
+    def show(_: int, characters: str) -> None:
+        print(characters, end="", flush=True)
 
-    samples = draw_samples(Batch(programs, state, processes), requests, ends)
-    before = len(first.continuation)
-    for text, sample in zip(texts, samples, strict=True):
-        text.end()
-        sample.cut(len(text.ids))
-    if stream:
-        print(first.continuation[before:])
+    if shown is not None:
+        print(shown, end="", flush=True)
+    grown = None if shown is None else show
+    samples = draw_texts(batch, requests, vocabulary.tokenizer.decode, stops, grown)
+    if shown is not None:
+        print()
     return samples, time.monotonic() - began
 
 
-def _print_texts(texts: list[Text], vocabulary: Vocabulary) -> None:
+def _print_texts(prompts: list[str], samples: list[Sample], vocabulary: Vocabulary) -> None:
     """Prints each prompt and its continuation, with a line between."""
-    for number, text in enumerate(texts):
-        print("----\n" * (number > 0) + text.prompt + vocabulary.between + text.continuation)
+    for number, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        print("----\n" * (number > 0) + prompt + vocabulary.between + sample.text)
 
 
-def _end(text: Text, tokens: int) -> str:
-    if text.growing.stopped:
-        return "stop"
-    return "eos" if len(text.ids) < tokens else "length"
-
-
-def _print_json(texts: list[Text], chosen: Chosen, sampling: Sampling, tokens: int) -> None:
+def _print_json(
+    prompts: list[str], samples: list[Sample], chosen: Chosen, sampling: Sampling
+) -> None:
     """Prints one JSON object."""
     found = [
         {
-            "prompt": text.prompt,
-            "text": text.continuation,
-            "prompt_tokens": len(text.prompt_ids),
-            "tokens": text.ids,
-            "ended": _end(text, tokens),
+            "prompt": prompt,
+            "text": sample.text,
+            "prompt_tokens": len(sample.prompt_ids),
+            "tokens": sample.ids,
+            "ended": sample.ended,
         }
-        for text in texts
+        for prompt, sample in zip(prompts, samples, strict=True)
     ]
     result = {
         "checkpoint": str(chosen.saved.path),

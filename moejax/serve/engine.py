@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,13 +14,13 @@ from moejax.checkpoint.find import Saved
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, evaluation_config, read_weights
 from moejax.runtime.processes import ALONE, Processes
-from moejax.serve.batch import Batch, Request, Token
+from moejax.serve.batch import Batch, Request
 from moejax.serve.placing import PlacedModel, check_overrides, place, place_beside
 from moejax.serve.programs import SHORT, Programs, build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary
-from moejax.serve.samples import Sample, draw_samples
+from moejax.serve.samples import Sample, draw_samples, draw_texts
 from moejax.serve.sampling import GREEDY, Sampling
-from moejax.serve.texts import GrowingText, checked_stops
+from moejax.serve.texts import checked_stops
 from moejax.serve.weights import Separator
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, local_bytes
@@ -179,6 +179,7 @@ class Engine:
         self.release()
         self._state = self._separator.take(state, keep=True)
         self.step = int(state.step)
+        self.path = self.path.with_name(str(self.step))
 
     def release(self) -> None:
         """Gives up the weights, and keeps the compiled functions; see `update`."""
@@ -303,25 +304,8 @@ class Engine:
             for i, ids in enumerate(encoded)
             for j in range(n)
         ]
-        return self._grown(requests, vocabulary, stops)
-
-    def _grown(
-        self, requests: list[Request], vocabulary: Vocabulary, stops: Sequence[str]
-    ) -> list[Sample]:
-        """Returns samples with their texts, cut before stop strings."""
-        decode = vocabulary.tokenizer.decode
-        growing = [GrowingText(decode, one.ids, stops) for one in requests]
-        texts = [""] * len(requests)
-
-        def ends(number: int, token: Token) -> bool:
-            texts[number] += growing[number].add(token.id)
-            return growing[number].stopped
-
-        samples = self._drawn(requests, vocabulary.allowed, ends)
-        for one, text, own in zip(samples, texts, growing, strict=True):
-            one.text = text + own.end()
-            one.cut(own.kept)
-        return samples
+        batch = self._batch(requests, vocabulary.allowed)
+        return draw_texts(batch, requests, vocabulary.tokenizer.decode, stops)
 
     def score(self, texts: str | Sequence[Prompt]) -> list[np.ndarray]:
         """Returns the log probability of each token behind a text's first, float32 [T - 1].
@@ -340,10 +324,8 @@ class Engine:
         named = any(isinstance(text, str) for text in texts)
         encoded = self._encoded(texts, self._vocabulary(False) if named else None, 0)
         requests = [Request(ids, 0, scored=True) for ids in encoded]
-        return [
-            np.array(one.prompt_logprobs, np.float32)
-            for one in self._drawn(requests, self.vocab_size)
-        ]
+        samples = draw_samples(self._batch(requests, self.vocab_size), requests)
+        return [np.array(one.prompt_logprobs, np.float32) for one in samples]
 
     def encode(self, text: str, *, chat: bool = False) -> list[int]:
         """Returns the ids of a text as a prompt, with what the tokenizer puts in front."""
@@ -353,15 +335,10 @@ class Engine:
         """Returns the text of ids."""
         return self._vocabulary(False).tokenizer.decode(list(ids))
 
-    def _drawn(
-        self,
-        requests: list[Request],
-        allowed: int,
-        ends: Callable[[int, Token], bool] | None = None,
-    ) -> list[Sample]:
+    def _batch(self, requests: list[Request], allowed: int) -> Batch:
+        """Returns a batch with slots for some requests."""
         state, longest = self._weights, max(len(one.ids) + one.tokens for one in requests)
-        programs = self._programs(longest, len(requests), allowed)
-        return draw_samples(Batch(programs, state, self._processes), requests, ends)
+        return Batch(self._programs(longest, len(requests), allowed), state, self._processes)
 
     def _encoded(
         self, prompts: Sequence[Prompt], vocabulary: Vocabulary | None, tokens: int
@@ -374,10 +351,19 @@ class Engine:
             for note in notes:
                 warnings.warn(note.removeprefix("warning: "), stacklevel=4)
         known = iter(found)
-        return [
+        encoded = [
             next(known) if isinstance(prompt, str) else self._checked(prompt, (1,))[0].tolist()
             for prompt in prompts
         ]
+        longest = max(map(len, encoded)) + tokens
+        most = None if vocabulary is None else vocabulary.positions
+        if most is not None and longest > most:
+            raise InputError(
+                f"text would be too long. The longest prompt and what may continue it have "
+                f"{longest} tokens. The model has {most} positions. Shorten the prompt, or ask "
+                f"for fewer tokens."
+            )
+        return encoded
 
     def _vocabulary(self, chat: bool) -> Vocabulary:
         """Returns the tokenizer, opened once."""
@@ -397,7 +383,8 @@ class Engine:
 
     def _programs(self, positions: int, texts: int, allowed: int) -> Programs:
         """Returns the compiled functions for some texts; the same again for their like."""
-        slots = min(texts, self._placed.cfg.train.batch_sequences)
+        # A power of two, so that another number of texts seldom compiles anew.
+        slots = min(1 << (texts - 1).bit_length(), self._placed.cfg.train.batch_sequences)
         asked = (slots, -(-positions // SHORT), allowed)
         if asked not in self._programs_of:
             form = {"slots": slots, "positions": positions, "allowed": allowed}
@@ -446,10 +433,13 @@ def _each(given: Any, count: int, name: str) -> list[Any]:
 
 def _check_counts(most: list[int], rules: list[Sampling], n: int) -> None:
     """Checks the numbers of tokens and of samples."""
-    if min(most) < 1:
-        raise InputError(f"`tokens` is out of range. Got {min(most)}. It is at least 1. Raise it.")
-    if n < 1:
-        raise InputError(f"`n` is out of range. Got {n}. It is at least 1. Raise it.")
+    for name, numbers in (("tokens", most), ("n", [n])):
+        for number in numbers:
+            if not hasattr(number, "__index__") or number < 1:
+                raise InputError(
+                    f"`{name}` is out of range. Got {number!r}. It is a whole number, at least 1. "
+                    f"Change it."
+                )
     if n > 1 and any(rule.temperature == 0 for rule in rules):
         raise InputError(
             f"`n` has no effect. Got {n} at temperature 0, where all samples of a prompt are the "

@@ -20,6 +20,7 @@ from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen, tokenizer_beside_weights
 from moejax.evaluate.held_out import describe_training, open_tokenizer, tokenizer_that_came
 from moejax.hf.origin import GENERATION, origin_of, read_config
+from moejax.serve.texts import is_unicode
 
 
 class ChatPrompts:
@@ -205,6 +206,12 @@ def encode_prompts(
     Raises:
       InputError: if a prompt has no token, or the model no position for its continuation.
     """
+    for text in texts:
+        if not is_unicode(text):
+            raise InputError(
+                f"prompt is no text of Unicode. Got {text[:40]!a}. It has half of a surrogate "
+                f"pair. Correct it."
+            )
     prompts = [vocabulary.encode(text) for text in texts]
     for text, ids in zip(texts, prompts, strict=True):
         if not ids:

@@ -12,6 +12,7 @@ import numpy as np
 
 from moejax.errors import InputError
 from moejax.serve.batch import Batch, Request, Token, news
+from moejax.serve.texts import Decode, GrowingText
 
 FREE = -1  # in place of an expert: the token did not run, so a later run decides freely
 FORMAT = 1  # of the file, see docs/formats/routing.md
@@ -77,6 +78,41 @@ def draw_samples(
     for sample, parts in zip(samples, experts, strict=True):
         if parts:
             sample.expert_TLK = _joined(parts, len(sample.prompt_ids) + len(sample.ids))
+    return samples
+
+
+def draw_texts(
+    batch: Batch,
+    requests: Sequence[Request],
+    decode: Decode,
+    stops: Sequence[str] = (),
+    grown: Callable[[int, str], None] | None = None,
+) -> list[Sample]:
+    """Returns a sample of each request, with its text, which ends before a stop string.
+
+    Args:
+      decode: ids to text.
+      grown: is given the number of a request and the characters that its text gained.
+    """
+    growing = [GrowingText(decode, request.ids, stops) for request in requests]
+    texts = [""] * len(requests)
+
+    def add(number: int, characters: str) -> None:
+        texts[number] += characters
+        if grown is not None:
+            grown(number, characters)
+
+    def ends(number: int, token: Token) -> bool:
+        add(number, growing[number].add(token.id))
+        return growing[number].stopped
+
+    samples = draw_samples(batch, requests, ends)
+    for number, sample in enumerate(samples):
+        add(number, growing[number].end())
+        sample.text = texts[number]
+        if growing[number].stopped:
+            sample.ended = "stop"
+        sample.cut(growing[number].kept)
     return samples
 
 

@@ -47,10 +47,16 @@ class Sampling:
         """
         rules = {
             "temperature": (0 <= self.temperature < math.inf, "It is at least 0, 0 draws nothing"),
-            "top-k": (self.top_k is None or self.top_k >= 1, "It is at least 1"),
+            "top-k": (
+                self.top_k is None or _is_whole(self.top_k, 1, 2**31),
+                "It is a whole number, at least 1 and below 2^31",
+            ),
             "top-p": (0 < self.top_p <= 1, "It is a probability above 0, at most 1"),
             "min-p": (0 <= self.min_p <= 1, "It is a share, 0 to 1"),
-            "seed": (0 <= self.seed < 2**32, "It is at least 0 and below 2^32"),
+            "seed": (
+                _is_whole(self.seed, 0, 2**32),
+                "It is a whole number, at least 0 and below 2^32",
+            ),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
@@ -61,6 +67,10 @@ class Sampling:
                 "`--top-k`, `--top-p` and `--min-p` have no effect. `--temperature` is 0. The "
                 "likeliest token is taken then. Leave them out, or set a temperature."
             )
+
+
+def _is_whole(number: Any, least: int, end: int) -> bool:
+    return hasattr(number, "__index__") and least <= number < end
 
 
 GREEDY = Sampling()
@@ -158,5 +168,6 @@ def kept(
     # A sum of rounded probabilities may pass 1 before the last.
     most_R1 = jnp.where(top_p_R < 1, top_p_R, jnp.inf)[:, None]
     keep_RV = within_RV & (before_RV < most_R1)
+    keep_RV = keep_RV.at[:, 0].set(True)  # top_p may be too small for float32
     keep_RV &= chance_RV >= min_p_R[:, None] * chance_RV[:, :1]
     return jnp.take_along_axis(keep_RV, jnp.argsort(order_RV, axis=1), axis=1)

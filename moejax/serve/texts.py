@@ -110,15 +110,15 @@ def _begun(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-def checked_stops(stops: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns one or several stop strings.
+def checked_stops(stops: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns one or several stop strings, or none.
 
     Raises:
       InputError: if one has no character, or is no text of Unicode.
     """
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    stops = (stops,) if isinstance(stops, str) else tuple(stops or ())
     for stop in stops:
-        if not stop or not _is_unicode(stop):
+        if not isinstance(stop, str) or not stop or not is_unicode(stop):
             raise InputError(
                 f"stop string is no text. Got {stop!a}. It has at least one character, and each "
                 f"is one of Unicode. Correct it, or leave it out."
@@ -126,7 +126,8 @@ def checked_stops(stops: str | Sequence[str]) -> tuple[str, ...]:
     return stops
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Returns whether a text has no half of a surrogate pair, which has no bytes of UTF-8."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -166,8 +166,8 @@ def multiply_few_rows(
     Matrices of groups without rows are not read, others once. On CPU only; see `takes_few_rows`.
     """
     name = f"moejax_few_rows_{x_MK.dtype.name}"
-    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x_MK.shape[0], w_GKN.shape[2]), x_MK.dtype))
-    return call(x_MK, w_GKN, sizes_G)
+    result = jax.ShapeDtypeStruct((x_MK.shape[0], w_GKN.shape[2]), x_MK.dtype)
+    return jax.ffi.ffi_call(name, result, vmap_method="sequential")(x_MK, w_GKN, sizes_G)
 
 
 def takes_few_rows(x_MK: jax.Array, w_GKN: jax.Array) -> bool:

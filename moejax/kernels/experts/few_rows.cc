@@ -22,6 +22,7 @@ namespace {
 // Columns of a tile: for more than `kVeryFew` rows so few that their sums stay in a core's cache.
 // Otherwise memory decides, which is read faster in longer runs.
 constexpr int64_t kVeryFew = 8, kTile = 512, kLongTile = 2048;
+constexpr int64_t kMostRows = 32;  // of a part
 
 struct Bfloat16 {
   uint16_t bits;
@@ -103,8 +104,11 @@ std::vector<Part> Cut(const int32_t* sizes, int64_t G, int64_t M, int64_t N, int
   for (int64_t g = 0; g < G; ++g) {
     int64_t rows = std::clamp<int64_t>(sizes[g], 0, M - first);
     int64_t tile = rows <= kVeryFew ? long_tile : kTile;
-    for (int64_t column = 0; rows > 0 && column < N; column += tile)
-      parts.push_back({g, first, rows, column, std::min(tile, N - column)});
+    for (int64_t column = 0; column < N; column += tile)
+      for (int64_t row = 0; row < rows; row += kMostRows) {
+        int64_t own = std::min(kMostRows, rows - row);
+        parts.push_back({g, first + row, own, column, std::min(tile, N - column)});
+      }
     first += rows;
   }
   return parts;
@@ -143,7 +147,8 @@ ffi::Error FewRows(
   int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   auto parts =
       std::make_shared<const std::vector<Part>>(Cut(sizes_G.typed_data(), G, M, N, threads));
-  int64_t rows = parts->empty() ? 0 : parts->back().first + parts->back().rows;
+  int64_t rows = 0;
+  for (const Part& part : *parts) rows = std::max(rows, part.first + part.rows);
   const T* given = static_cast<const T*>(x_MK.untyped_data());
   auto x = std::make_shared<std::vector<float>>(rows * K);
   for (int64_t i = 0; i < rows * K; ++i) (*x)[i] = Read(given[i]);
