@@ -32,8 +32,7 @@ COMMANDS = {
     "eval": Command("score held-out text with a checkpoint", "moejax.evaluate.command"),
     "generate": Command("continue texts with a checkpoint", "moejax.serve.command"),
     "serve": Command(
-        "answer clients of OpenAI's interface with a checkpoint",
-        "moejax.serve.endpoint.command",
+        "serve a checkpoint over HTTP (OpenAI-compatible API)", "moejax.serve.endpoint.command"
     ),
     "hf": Command(
         "import weights of Hugging Face's layout, and export them", "moejax.convert.command"

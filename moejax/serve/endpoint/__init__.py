@@ -1,4 +1,4 @@
-"""An HTTP endpoint over the batch, as clients of OpenAI's interface expect it: `moejax serve`.
+"""An HTTP endpoint over the batch, an OpenAI-compatible API: `moejax serve`.
 
 Read in this order: `worker` (the thread that owns the batch), `fields` (values of a JSON body),
 `jobs` (what a body asks for), `answers` (texts that grow, and their logprobs), `completions` and

@@ -12,12 +12,12 @@ from moejax.serve.texts import GrowingText
 FINISHED = {"stop": "stop", "length": "length"}
 
 
-class Shown(NamedTuple):
+class AnswerToken(NamedTuple):
     """A token of an answer.
 
     Attributes:
       start: characters of the answer before it.
-      token: None for the first token of a prompt, whose chance nothing gives.
+      token: None for the first token of a prompt, which has no log probability.
     """
 
     id: int
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     """What an answer grew by; `finished` says how it ended, if it did."""
 
     text: str
-    tokens: Sequence[Shown]
+    tokens: Sequence[AnswerToken]
     finished: str | None
 
 
@@ -81,21 +81,21 @@ class Answer:
         tokens += self._settled()
         return Piece(text, tokens, self.finished) if text or tokens or self.finished else None
 
-    def _settled(self) -> list[Shown]:
+    def _settled(self) -> list[AnswerToken]:
         """Returns the tokens whose characters are shown, and were not at the last call."""
         if not self._scored:
             return []
         first, self._sent = self._sent, self._text.kept
         starts = (self._before + start for start in self._text.starts[first : self._sent])
         tokens = self._tokens[first : self._sent]
-        return [Shown(t.id, start, t) for t, start in zip(tokens, starts, strict=True)]
+        return [AnswerToken(t.id, start, t) for t, start in zip(tokens, starts, strict=True)]
 
-    def _prompt_tokens(self, scored: Sequence[Token]) -> list[Shown]:
+    def _prompt_tokens(self, scored: Sequence[Token]) -> list[AnswerToken]:
         if not self._scored:
             return []
         tokens = (None, *scored)
         found = zip(self._prompt.ids, self._starts, tokens, strict=True)
-        return [Shown(id, min(start, self._before), token) for id, start, token in found]
+        return [AnswerToken(id, min(start, self._before), token) for id, start, token in found]
 
 
 def _starts(ids: Sequence[int], decode: Any) -> list[int]:
@@ -111,8 +111,8 @@ def _check_finite(event: Event) -> None:
     tokens = (*event.tokens, *event.scored)
     if event.ended == "not finite" or not all(math.isfinite(t.logprob) for t in tokens):
         raise RefusedError(
-            "logits are not finite. They continue this prompt, and other texts go on. Serve "
-            "another checkpoint: --step.",
+            "logits are not finite. They continue this prompt, and other texts go on. Try another "
+            "prompt, and tell whoever runs the server.",
             status=500,
             code="not_finite",
         )

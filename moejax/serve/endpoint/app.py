@@ -25,7 +25,7 @@ from moejax.serve.endpoint.answers import Answer, Piece, joined, usage
 from moejax.serve.endpoint.fields import RefusedError, parse_object, refused, to_json
 from moejax.serve.endpoint.jobs import Job, ServedModel
 from moejax.serve.endpoint.metrics import Metrics
-from moejax.serve.endpoint.worker import Order, Worker
+from moejax.serve.endpoint.worker import RunningJob, Worker
 
 BODY_BYTES = 4 * 2**20
 BODY_SECONDS = 60  # for a body to arrive
@@ -46,18 +46,19 @@ class Endpoint:
         worker: Worker,
         metrics: Metrics,
         *,
-        token: str | None,
-        guards_names: bool,
+        api_key: str | None,
+        loopback_only: bool,
     ):
         """Describes the routes.
 
         Args:
-          token: that requests must carry; None: none.
-          guards_names: whether requests must name the loopback address as their host, so that no
+          api_key: that requests must carry; None: none.
+          loopback_only: whether requests must name the loopback address as their host, so that no
             other site that a browser has open can ask under a name of its own.
         """
         self.model, self.worker, self.metrics, self.closing = model, worker, metrics, False
-        self._token, self._guards_names, self._started = token, guards_names, int(time.time())
+        self._api_key, self._loopback_only = api_key, loopback_only
+        self._started = int(time.time())
         post = ["POST"]
         routes = [
             Route("/v1/completions", partial(self._texts, completions), methods=post),
@@ -78,7 +79,7 @@ class Endpoint:
         try:
             self._admit(request)
             job = await self._read(form, request)
-            order = self.worker.submit(job.requests)
+            running = self.worker.submit(job.requests)
         except RefusedError as error:
             self.metrics.requests.labels(error.outcome).inc()
             raise
@@ -86,13 +87,13 @@ class Endpoint:
             self.metrics.requests.labels("cancelled").inc()
             return Response()
         self.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in job.prompts))
-        return Reply(self, form, job, order)
+        return Reply(self, form, job, running)
 
     async def _read(self, form: ModuleType, request: Request) -> Job:
         if self.closing or not self.worker.ready:
             raise RefusedError(
-                f"server is not ready. {self._state()}. It takes requests when GET /health says "
-                f"so. Send it again later.",
+                f"The server is {self._state()}. It takes requests when GET /health says `ready`. "
+                f"Send it again later.",
                 status=503,
                 code="not_ready",
                 headers={"Retry-After": "5"},
@@ -113,7 +114,7 @@ class Endpoint:
         return Response(to_json({"object": "list", "data": [model]}), media_type=JSON)
 
     async def _health(self, request: Request) -> Response:
-        """Says whether texts are made: nothing that needs a token."""
+        """Says whether texts are made: nothing that needs the API key."""
         status = 200 if self.worker.ready and not self.closing else 503
         return Response(to_json({"status": self._state()}), status, media_type=JSON)
 
@@ -130,19 +131,19 @@ class Endpoint:
         """Checks who asks.
 
         Raises:
-          RefusedError: if the token is wrong, or a site of another name asks.
+          RefusedError: if the API key is wrong, or a site of another name asks.
         """
-        if self._token is not None:
+        if self._api_key is not None:
             given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
                 raise RefusedError(
-                    "no valid token. The header Authorization must be `Bearer TOKEN`. Send the "
-                    "token that the server was started with.",
+                    "no valid API key. The header Authorization must be `Bearer KEY`. Send the "
+                    "API key that the server was started with.",
                     status=401,
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        elif self._guards_names:
+        elif self._loopback_only:
             origin = request.headers.get("origin")
             hosts = [f"//{request.headers.get('host', '')}", *([] if origin is None else [origin])]
             for host in hosts:
@@ -158,8 +159,8 @@ class Endpoint:
 class Reply:
     """An answer, whole or as a stream of events. Frees its slots when the client goes away."""
 
-    def __init__(self, endpoint: Endpoint, form: ModuleType, job: Job, order: Order):
-        self._endpoint, self._form, self._job, self._order = endpoint, form, job, order
+    def __init__(self, endpoint: Endpoint, form: ModuleType, job: Job, running: RunningJob):
+        self._endpoint, self._form, self._job, self._running = endpoint, form, job, running
         self._answers = [Answer(job, i, endpoint.model) for i in range(len(job.requests))]
         self._texts = endpoint.model.token_texts
         self._id, self._created = f"{form.PREFIX}-{uuid4().hex}", int(time.time())
@@ -177,7 +178,7 @@ class Reply:
             outcome = "failed"
             raise
         finally:
-            self._endpoint.worker.cancel(self._order)
+            self._endpoint.worker.cancel(self._running)
             sending.cancel()
             gone.cancel()
             self._endpoint.metrics.requests.labels(outcome).inc()
@@ -186,7 +187,7 @@ class Reply:
         """Yields what texts grow by, with their index, until all have ended."""
         going, worker = len(self._answers), self._endpoint.worker
         while going:
-            news = await self._order.events.get()
+            news = await self._running.events.get()
             if isinstance(news, RefusedError):
                 raise news
             index, event = news
@@ -196,7 +197,7 @@ class Reply:
             piece = answer.take(event)
             if answer.finished is not None:
                 going -= 1
-                worker.cancel(self._order, self._order.first + index)
+                worker.cancel(self._running, self._running.first + index)
             if piece is not None:
                 yield index, piece
 

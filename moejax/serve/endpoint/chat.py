@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moejax.data.prepare.conversations import Message
+from moejax.data.prepare.rows import BadRowError
 from moejax.errors import InputError
-from moejax.serve.endpoint.answers import Piece, Shown
+from moejax.serve.endpoint.answers import AnswerToken, Piece
 from moejax.serve.endpoint.fields import Fields, RefusedError, refused
 from moejax.serve.endpoint.jobs import Job, Prompt, ServedModel, read_job, read_top
 from moejax.serve.texts import TokenTexts
@@ -29,12 +30,22 @@ def read(values: dict[str, Any], model: ServedModel) -> Job:
       RefusedError: for the first wrong field, or if the model has no chat template.
     """
     if model.chat is None:
-        raise RefusedError(f"no chat here. {model.no_chat}", code="no_chat_template")
+        raise RefusedError(
+            "This model has no chat template, so /v1/chat/completions is off. Use /v1/completions.",
+            code="no_chat_template",
+        )
     fields = Fields(values)
     messages = _messages(fields)
     try:
         ids = model.chat.encode(messages)
     except InputError as error:
+        if isinstance(error.__cause__, BadRowError):  # its message names a flag of the server
+            raise RefusedError(
+                f"chat template does not take these messages. It says: "
+                f"{error.__cause__.__cause__}. It decides which messages it takes. Write others, "
+                f"or use /v1/completions.",
+                param="messages",
+            ) from None
         raise refused(error, "messages") from None
     names = ("max_completion_tokens", "max_tokens")  # the second is the older one
     counts = [fields.whole(name, 1, model.positions) for name in names]
@@ -112,7 +123,7 @@ def opening(index: int) -> dict[str, Any] | None:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _logprobs(tokens: Sequence[Shown], job: Job, texts: TokenTexts) -> dict[str, Any] | None:
+def _logprobs(tokens: Sequence[AnswerToken], job: Job, texts: TokenTexts) -> dict[str, Any] | None:
     if job.logprobs is None:
         return None
     content = []

@@ -1,11 +1,10 @@
-"""The command `moejax serve`: a checkpoint's model for clients of OpenAI's interface."""
+"""The command `moejax serve`: a checkpoint's model over HTTP, an OpenAI-compatible API."""
 
 import argparse
 import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
@@ -31,17 +30,17 @@ from moejax.serve.flags import (
 )
 from moejax.serve.placing import place
 from moejax.serve.programs import build_programs
-from moejax.serve.prompts import Vocabulary, open_vocabulary
+from moejax.serve.prompts import ChatPrompts, Vocabulary, _open_chat, open_vocabulary
 from moejax.serve.texts import TokenTexts
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
-TOKEN = "MOEJAX_SERVE_TOKEN"
+API_KEY = "MOEJAX_API_KEY"
 POSITIONS = 4096  # default, where the model has more
 EPILOG = """\
 examples:
   moejax serve --run runs/tiny
   moejax serve --run imported/olmoe --port 9000 --slots 16 --positions 2048
-  moejax serve --run imported/olmoe --host 0.0.0.0 --token-file token
+  moejax serve --run imported/olmoe --host 0.0.0.0 --api-key-file key
 
 Routes: POST /v1/completions, POST /v1/chat/completions, GET /v1/models,
 GET /health, GET /metrics. docs/guide/serve.md shows clients.
@@ -53,19 +52,29 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     command = Parser(
         prog="moejax serve",
-        description="Serves a checkpoint's model over HTTP, for clients of OpenAI's interface.",
+        description="Serves a checkpoint over HTTP (OpenAI-compatible API).",
         epilog=EPILOG,
     )
     add_checkpoint(command)
     add = command.add_argument
     add("--host", default="127.0.0.1", metavar="NAME", help="address (default: this machine only)")
     add("--port", type=int, default=8000, metavar="N", help="default: 8000; 0: a free one")
-    add("--token-file", metavar="FILE", help=f"what clients must send (or {TOKEN} has it)")
+    add(
+        "--api-key-file",
+        metavar="FILE",
+        help=f"file with the API key that clients send (or {API_KEY})",
+    )
     add("--model-name", metavar="NAME", help="default: the name of the run's directory")
-    add("--slots", type=int, default=8, metavar="N", help="texts at a time (default: 8)")
-    add("--positions", type=int, metavar="N", help="of a text (default: the model's, at most 4096)")
-    add("--queue", type=int, default=64, metavar="N", help="texts that wait (default: 64)")
-    add("--grace", type=float, default=30, metavar="S", help="seconds for texts at the end (30)")
+    slots = (
+        "sequences that decode at a time, rounded up to a multiple of the devices that split the "
+        "batch (default: 8)"
+    )
+    add("--slots", type=int, default=8, metavar="N", help=slots)
+    positions = "context length: prompt and completion (default: the model's, at most 4096)"
+    add("--positions", type=int, metavar="N", help=positions)
+    add("--queue", type=int, default=64, metavar="N", help="sequences that wait (default: 64)")
+    grace = "seconds that running requests may still take after a stop signal (default: 30)"
+    add("--grace", type=float, default=30, metavar="S", help=grace)
     add_tokenizer(command)
     add_settings(command)
     return command
@@ -79,9 +88,9 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         _check_extra()
         _check_flags(args)
-        token = _token(args)
+        api_key = _api_key(args)
         with join() as processes:
-            _run(args, overrides, token, processes)
+            _run(args, overrides, api_key, processes)
 
     return exit_code(run, stopped="nothing was changed", debug=args.debug, files=True)
 
@@ -110,32 +119,32 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise InputError(f"`--{name}` is out of range. Got {value}. {rule}. Change it.")
 
 
-def _token(args: argparse.Namespace) -> str | None:
-    """Returns the token that requests must carry.
+def _api_key(args: argparse.Namespace) -> str | None:
+    """Returns the API key that requests must carry.
 
     Raises:
       InputError: if others reach the address and there is none.
     """
     from moejax.serve.endpoint.app import is_loopback
 
-    token = os.environ.get(TOKEN)
-    if args.token_file is not None:
-        token = Path(args.token_file).read_text(encoding="utf-8", errors="replace").strip()
-    if token is not None and not (token and token.isascii() and token.isprintable()):
+    key = os.environ.get(API_KEY)
+    if args.api_key_file is not None:
+        key = Path(args.api_key_file).read_text(encoding="utf-8", errors="replace").strip()
+    if key is not None and not (key and key.isascii() and key.isprintable()):
         raise InputError(
-            f"token cannot be sent. --token-file or {TOKEN} has {len(token)} characters. It is one "
-            f"line of visible ASCII. Write another."
+            f"API key cannot be sent. --api-key-file or {API_KEY} has {len(key)} characters. It is "
+            f"one line of visible ASCII. Write another."
         )
-    if token is None and not is_loopback(args.host):
+    if key is None and not is_loopback(args.host):
         raise InputError(
-            f"no token. Others reach {args.host}. A server that they reach must have one. Write it "
-            f"into a file: --token-file FILE, or into {TOKEN}; or leave --host out."
+            f"no API key. Others reach {args.host}. A server that they reach must have one. Write "
+            f"it into a file: --api-key-file FILE, or into {API_KEY}; or leave --host out."
         )
-    return token
+    return key
 
 
 def _run(
-    args: argparse.Namespace, overrides: list[str], token: str | None, processes: Processes
+    args: argparse.Namespace, overrides: list[str], api_key: str | None, processes: Processes
 ) -> None:
     """Loads the model and serves it; process 0 alone has the address."""
     from moejax.serve.endpoint.server import listen
@@ -143,14 +152,16 @@ def _run(
 
     console = screen(stderr=True, quiet=not processes.first)
     chosen = choose_model(args, overrides, processes)
-    model = _served_model(args, chosen)
+    vocabulary = open_vocabulary(chosen, args.tokenizer, args.eos)
+    chat, no_chat = _chat_prompts(args, chosen)
+    positions = _positions(args, chosen, vocabulary)
     first = processes.first
     opened = processes.together(lambda: listen(args.host, args.port) if first else None)
-    notes = [] if model.chat is not None else [f"no chat: {model.no_chat}"]
+    notes = [] if chat is not None else [f"no chat: {no_chat}"]
     for note in (*chosen.notes, *notes):
         console.print(note, highlight=False, soft_wrap=True)
-    placed, allowed = place(chosen, processes), model.vocabulary.allowed
-    programs = build_programs(*placed, slots=args.slots, positions=model.positions, allowed=allowed)
+    placed, allowed = place(chosen, processes), vocabulary.allowed
+    programs = build_programs(*placed, slots=args.slots, positions=positions, allowed=allowed)
     batch = Batch(programs, load_weights(programs, chosen, processes), processes)
 
     def prepare(batch: Batch) -> None:
@@ -160,9 +171,16 @@ def _run(
         with Interrupt():  # a launcher sends the signal to all, and process 0 says when to stop
             code = follow(batch, processes, prepare)
     else:
-        slots = programs.slots * programs.devices
-        model = replace(model, texts=slots + args.queue)
-        code = _serve(args, model, batch, processes, prepare, opened, token)
+        model = ServedModel(
+            name=args.model_name or Path(args.run).resolve().name,
+            vocabulary=vocabulary,
+            token_texts=TokenTexts(vocabulary.tokenizer),
+            chat=chat,
+            vocab_size=chosen.cfg.model.vocab_size,
+            positions=positions,
+            texts=programs.slots * programs.devices + args.queue,
+        )
+        code = _serve(args, model, batch, processes, prepare, opened, api_key)
     if code:
         raise KeyboardInterrupt
 
@@ -174,7 +192,7 @@ def _serve(
     processes: Processes,
     prepare: Callable[[Batch], None],
     opened: socket,
-    token: str | None,
+    api_key: str | None,
 ) -> int:
     """Answers until a signal. Returns the exit code."""
     from moejax.serve.endpoint.app import Endpoint, is_loopback
@@ -184,8 +202,8 @@ def _serve(
 
     metrics = Metrics()
     worker = Worker(batch, processes, metrics, most=model.texts)
-    guards_names = is_loopback(args.host)
-    endpoint = Endpoint(model, worker, metrics, token=token, guards_names=guards_names)
+    loopback_only = is_loopback(args.host)
+    endpoint = Endpoint(model, worker, metrics, api_key=api_key, loopback_only=loopback_only)
 
     def tell_address() -> None:
         body = json.dumps({"prompt": "Once", "max_tokens": 20})
@@ -200,34 +218,26 @@ def _serve(
 
 def _tell(console: Console, case: int, of: int) -> None:
     """Shows how far compilation is, at every shape."""
-    if case % 3 == 1:  # a rule of draws each
+    if case % 3 == 1:  # sampling parameters of each kind
         console.print(f"compiling: case {case} of {of}", highlight=False)
 
 
-def _served_model(args: argparse.Namespace, chosen: Chosen) -> ServedModel:
-    """Opens the model's tokenizer, and its chat template if it has one.
+def _chat_prompts(args: argparse.Namespace, chosen: Chosen) -> tuple[ChatPrompts | None, str]:
+    """Opens the model's chat template. Returns None and the reason if it has none.
 
     Raises:
-      InputError: if there is no tokenizer, or no such template, or texts have too many positions.
+      InputError: if the template of the command line cannot be used.
     """
-    vocabulary, chat, no_chat = open_vocabulary(chosen, args.tokenizer, args.eos), None, ""
     try:
-        opened = open_vocabulary(
-            chosen, args.tokenizer, args.eos, chat=True, template=args.chat_template
-        )
-        chat = opened.chat
+        return _open_chat(chosen, args.tokenizer, args.chat_template), ""
     except InputError as error:
         if args.chat_template is not None:
             raise
-        no_chat = str(error)
-    positions = _positions(args, chosen, vocabulary)
-    name = args.model_name or Path(args.run).resolve().name
-    size, texts = chosen.cfg.model.vocab_size, TokenTexts(vocabulary.tokenizer)
-    return ServedModel(name, vocabulary, texts, chat, no_chat, size, positions, args.queue)
+        return None, str(error)
 
 
 def _positions(args: argparse.Namespace, chosen: Chosen, vocabulary: Vocabulary) -> int:
-    """Returns the positions of a text."""
+    """Returns the positions of a text, its prompt included."""
     most = vocabulary.positions
     if args.positions is None:
         return min(POSITIONS, most or chosen.cfg.data.sequence_length)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moejax.serve.endpoint.answers import Piece, Shown
+from moejax.serve.endpoint.answers import AnswerToken, Piece
 from moejax.serve.endpoint.fields import Fields, RefusedError
 from moejax.serve.endpoint.jobs import Job, Prompt, ServedModel, read_job, read_top
 from moejax.serve.texts import TokenTexts
@@ -87,7 +87,7 @@ def opening(index: int) -> dict[str, Any] | None:
     return None
 
 
-def _logprobs(tokens: Sequence[Shown], top: int, texts: TokenTexts) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[AnswerToken], top: int, texts: TokenTexts) -> dict[str, Any]:
     """Returns lists with an entry for each token."""
     return {
         "tokens": [texts(shown.id) for shown in tokens],
@@ -97,7 +97,7 @@ def _logprobs(tokens: Sequence[Shown], top: int, texts: TokenTexts) -> dict[str,
     }
 
 
-def _top(shown: Shown, texts: TokenTexts) -> dict[str, float] | None:
+def _top(shown: AnswerToken, texts: TokenTexts) -> dict[str, float] | None:
     """Returns the likeliest tokens and the token itself; the likelier of two with one text."""
     if shown.token is None:
         return None

@@ -40,9 +40,12 @@ class RefusedError(Exception):
     @property
     def outcome(self) -> str:
         """How the request is counted."""
-        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
-            return "busy"
-        return "failed" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "refused"
+        known = {
+            HTTPStatus.TOO_MANY_REQUESTS: "busy",
+            HTTPStatus.SERVICE_UNAVAILABLE: "not_ready",
+        }
+        usual = "failed" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "refused"
+        return known.get(HTTPStatus(self.status), usual)
 
     def body(self) -> dict[str, Any]:
         """Returns OpenAI's JSON."""
@@ -155,7 +158,11 @@ class Fields:
         for name, values in neutral.items():
             value = self.get(name)
             if value is not None and not any(_same(value, other) for other in values):
-                self.refuse(name, value, "It is not supported, and only a value without effect is")
+                path, accepted = f"{self._place}{name}", " or ".join(map(json.dumps, values))
+                raise RefusedError(
+                    f"`{path}` is not supported. Only {accepted} is accepted. Leave it out.",
+                    param=path,
+                )
 
     def accept_any(self, *names: str) -> None:
         """Takes fields that ask for nothing, whatever they hold."""

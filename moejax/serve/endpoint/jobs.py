@@ -1,4 +1,4 @@
-"""What a body asks for: prompts and the rules of their continuation, checked."""
+"""What a body asks for: prompts and sampling parameters, checked."""
 
 import secrets
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class ServedModel:
 
     Attributes:
       name: as bodies name it.
-      chat: turns messages into prompts; None where `no_chat` says why not.
+      chat: turns messages into prompts; None if the model has no chat template.
       vocab_size: of the weights.
       positions: of a text, its prompt included.
       texts: of a body: prompts times n.
@@ -43,7 +43,6 @@ class ServedModel:
     vocabulary: Vocabulary
     token_texts: TokenTexts
     chat: ChatPrompts | None
-    no_chat: str
     vocab_size: int
     positions: int
     texts: int

@@ -1,15 +1,23 @@
 """Numbers of a server, in the text format of Prometheus."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-OUTCOMES = ("done", "cancelled", "refused", "busy", "failed")
+OUTCOMES = ("done", "cancelled", "refused", "busy", "not_ready", "failed")
 
 
 class Metrics:
     """What a server counts. Only the event loop's thread writes."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # of this process: times at which counters were made
         self._registry = kept = CollectorRegistry()
         self.requests = Counter(
             "moejax_requests", "Requests for texts, by outcome.", ["outcome"], registry=kept

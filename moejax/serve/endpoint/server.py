@@ -97,7 +97,7 @@ class Server:
         in_main = threading.current_thread() is threading.main_thread()
         for number in CODES if in_main else ():
             loop.add_signal_handler(number, self._ask, number)
-        worker.start(warm_up, self._told)
+        worker.start(warm_up, self._on_change)
         ending = asyncio.ensure_future(self._end())
         await self._uvicorn.serve([self._socket])
         ending.cancel()
@@ -120,8 +120,8 @@ class Server:
         self._endpoint.closing, self._code = True, CODES[number]
         self._asked.set()
 
-    def _told(self) -> None:
-        """Looks what the worker has to say."""
+    def _on_change(self) -> None:
+        """Is called when the worker is ready, and when it has ended."""
         if self._endpoint.worker.error is not None:
             self._endpoint.closing = True
             self._hurried.set()

@@ -28,7 +28,7 @@ SUBMIT, CANCEL, STOP = "submit", "cancel", "stop"
 RULES = (GREEDY, Sampling(1.0), Sampling(1.0, top_p=0.5))  # one for each kind of draw
 
 
-class Texts:
+class NumberedBatch:
     """The batch of a process, in which texts have numbers of the server's own."""
 
     def __init__(self, batch: Batch):
@@ -68,7 +68,7 @@ class Texts:
         return found
 
 
-class Order:
+class RunningJob:
     """Texts of a job under way.
 
     Attributes:
@@ -95,18 +95,18 @@ class Worker:
     def __init__(self, batch: Batch, processes: Processes, metrics: Metrics, *, most: int):
         """Takes the most texts that may be under way, running or waiting."""
         self.ready, self.error = False, None
-        self._texts, self._processes, self._metrics = Texts(batch), processes, metrics
-        self._most, self._orders, self._next = most, dict[int, Order](), 0
+        self._numbered, self._processes, self._metrics = NumberedBatch(batch), processes, metrics
+        self._most, self._jobs, self._next = most, dict[int, RunningJob](), 0
         self._commands: SimpleQueue[Command] = SimpleQueue()
 
-    def start(self, warm_up: Callable[[Batch], None], told: Callable[[], None]) -> None:
+    def start(self, warm_up: Callable[[Batch], None], on_change: Callable[[], None]) -> None:
         """Starts the thread.
 
         Args:
           warm_up: runs before the first request is taken.
-          told: called in the event loop when the worker is ready and when it has ended.
+          on_change: called in the event loop when the worker is ready and when it has ended.
         """
-        self._loop, self._told = asyncio.get_running_loop(), told
+        self._loop, self._on_change = asyncio.get_running_loop(), on_change
         # A daemon: a compiler cannot be interrupted, and must not keep a process that was stopped.
         self._thread = Thread(target=self._run, args=(warm_up,), name="batch", daemon=True)
         self._thread.start()
@@ -114,46 +114,46 @@ class Worker:
     @property
     def under_way(self) -> int:
         """Texts that have not ended."""
-        return len(self._orders)
+        return len(self._jobs)
 
-    def submit(self, requests: Sequence[Request]) -> Order:
+    def submit(self, requests: Sequence[Request]) -> RunningJob:
         """Hands texts in.
 
         Raises:
           RefusedError: if too many are under way.
         """
-        if len(self._orders) + len(requests) > self._most:
+        if len(self._jobs) + len(requests) > self._most:
             raise RefusedError(
-                f"server is busy. {len(self._orders)} texts are under way, this request has "
+                f"server is busy. {len(self._jobs)} texts are under way, this request has "
                 f"{len(requests)}. At most {self._most} may run or wait. Send it again later.",
                 status=429,
                 code="busy",
                 headers={"Retry-After": "1"},
             )
-        order = Order(self._next, len(requests))
+        job = RunningJob(self._next, len(requests))
         self._next += len(requests)
-        for number, request in zip(sorted(order.open), requests, strict=True):
-            self._orders[number] = order
+        for number, request in zip(sorted(job.open), requests, strict=True):
+            self._jobs[number] = job
             self._commands.put((SUBMIT, number, request))
-        return order
+        return job
 
-    def cancel(self, order: Order, number: int | None = None) -> None:
+    def cancel(self, job: RunningJob, number: int | None = None) -> None:
         """Frees the slots of texts that nobody waits for.
 
         Args:
-          number: of one text; None: all of the order.
+          number: of one text; None: all of the job.
         """
-        for one in sorted(order.open) if number is None else [number]:
-            if one in order.open:
-                order.open.remove(one)
-                del self._orders[one]
+        for one in sorted(job.open) if number is None else [number]:
+            if one in job.open:
+                job.open.remove(one)
+                del self._jobs[one]
                 self._commands.put((CANCEL, one, None))
 
     def end_all(self, error: RefusedError) -> None:
         """Ends all texts under way."""
-        for order in set(self._orders.values()):
-            self.cancel(order)
-            order.events.put_nowait(error)
+        for job in set(self._jobs.values()):
+            self.cancel(job)
+            job.events.put_nowait(error)
 
     def stop(self, code: int) -> None:
         """Ends the thread, and the other processes with an exit code."""
@@ -166,24 +166,24 @@ class Worker:
 
     def _run(self, warm_up: Callable[[Batch], None]) -> None:
         try:
-            warm_up(self._texts.batch)
+            warm_up(self._numbered.batch)
             self._tell(self._set_ready)
             while True:
                 commands = self._next_commands()
                 _share(commands, self._processes)
                 if any(what == STOP for what, _, _ in commands):
                     return
-                refused = self._texts.apply(commands)
-                news, batch = self._texts.step(), self._texts.batch
+                refused = self._numbered.apply(commands)
+                news, batch = self._numbered.step(), self._numbered.batch
                 self._tell(self._deliver, news, refused, batch.running, batch.waiting)
         except BaseException as error:  # the main thread raises it
             self.error = error
         finally:
-            self._tell(self._told)
+            self._tell(self._on_change)
 
     def _next_commands(self) -> list[Command]:
         """Returns what was handed in; waits for it where no text is under way."""
-        commands = [self._commands.get()] if self._texts.idle else []
+        commands = [self._commands.get()] if self._numbered.idle else []
         while True:
             try:
                 commands.append(self._commands.get_nowait())
@@ -197,7 +197,7 @@ class Worker:
 
     def _set_ready(self) -> None:
         self.ready = True
-        self._told()
+        self._on_change()
 
     def _deliver(
         self,
@@ -206,32 +206,32 @@ class Worker:
         running: int,
         waiting: int,
     ) -> None:
-        """Hands events to the orders that wait for them, and counts."""
+        """Hands events to the jobs that wait for them, and counts."""
         now = time.monotonic()
         self._metrics.running.set(running)
         self._metrics.waiting.set(waiting)
         for number, message in refused:
-            if (order := self._orders.get(number)) is not None:
-                self.cancel(order)
-                order.events.put_nowait(RefusedError(message))
+            if (job := self._jobs.get(number)) is not None:
+                self.cancel(job)
+                job.events.put_nowait(RefusedError(message))
         for number, event in news:
-            if (order := self._orders.get(number)) is None:  # cancelled meanwhile
+            if (job := self._jobs.get(number)) is None:  # cancelled meanwhile
                 continue
             if event.tokens:
-                self._time(order, number, now)
+                self._time(job, number, now)
             if event.ended is not None:
-                order.open.remove(number)
-                del self._orders[number]
-            order.events.put_nowait((number - order.first, event))
+                job.open.remove(number)
+                del self._jobs[number]
+            job.events.put_nowait((number - job.first, event))
 
-    def _time(self, order: Order, number: int, now: float) -> None:
+    def _time(self, job: RunningJob, number: int, now: float) -> None:
         """Counts a token, and the time since the one before it."""
         self._metrics.tokens.inc()
-        seconds = now - order.last_token[number]
-        timed = self._metrics.next_token if number in order.begun else self._metrics.first_token
+        seconds = now - job.last_token[number]
+        timed = self._metrics.next_token if number in job.begun else self._metrics.first_token
         timed.observe(seconds)
-        order.begun.add(number)
-        order.last_token[number] = now
+        job.begun.add(number)
+        job.last_token[number] = now
 
 
 def _share(commands: Sequence[Command], processes: Processes) -> None:
@@ -247,7 +247,7 @@ def _share(commands: Sequence[Command], processes: Processes) -> None:
 
 def follow(batch: Batch, processes: Processes, warm_up: Callable[[Batch], None]) -> int:
     """Makes the calls of process 0's worker in another process. Returns the exit code."""
-    texts = Texts(batch)
+    numbered = NumberedBatch(batch)
     warm_up(batch)
     while True:
         received = json.loads(processes.receive(f"serve/{processes.fresh()}/{processes.index}"))
@@ -255,8 +255,8 @@ def follow(batch: Batch, processes: Processes, warm_up: Callable[[Batch], None])
         for what, code, _ in commands:
             if what == STOP:
                 return code
-        texts.apply(commands)
-        texts.step()
+        numbered.apply(commands)
+        numbered.step()
 
 
 def _request(value: dict[str, Any] | None) -> Request | None:
@@ -267,7 +267,7 @@ def _request(value: dict[str, Any] | None) -> Request | None:
 
 
 class Case(NamedTuple):
-    """Prompts that enter together, and the rule of their tokens."""
+    """Prompts that enter together, and how their tokens are drawn."""
 
     prompts: int
     length: int

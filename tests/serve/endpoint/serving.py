@@ -94,15 +94,14 @@ class Scripted(Batch):
         return Event(key, (token,), scored, ended)
 
 
-def served_model(chat=True, **changes):
+def served_model(chat=True, template=TEMPLATE, **changes):
     """What a server knows of a model of bytes."""
     tokenizer = ByteTokenizer()
     values = {
         "name": NAME,
         "vocabulary": Vocabulary(tokenizer, None, frozenset([256]), 257, None),
         "token_texts": TokenTexts(tokenizer),
-        "chat": ChatPrompts(ChatTemplate(TEMPLATE, "test"), None) if chat else None,
-        "no_chat": "" if chat else "It was not asked for.",
+        "chat": ChatPrompts(ChatTemplate(template, "test"), None) if chat else None,
         "vocab_size": VOCABULARY,
         "positions": POSITIONS,
         "texts": 16,
@@ -111,11 +110,11 @@ def served_model(chat=True, **changes):
 
 
 @contextlib.contextmanager
-def serving(batch, *, token=None, grace=5.0, warm_up=lambda batch: None, **changes):
+def serving(batch, *, api_key=None, grace=5.0, warm_up=lambda batch: None, **changes):
     """A server at a free port, and clients of it."""
     model, metrics = served_model(**changes), Metrics()
     worker = Worker(batch, ALONE, metrics, most=model.texts)
-    endpoint = Endpoint(model, worker, metrics, token=token, guards_names=True)
+    endpoint = Endpoint(model, worker, metrics, api_key=api_key, loopback_only=True)
     opened = listen("127.0.0.1", 0)
     server = Server(endpoint, opened, grace=grace)
     ready, found = threading.Event(), {}
@@ -132,7 +131,7 @@ def serving(batch, *, token=None, grace=5.0, warm_up=lambda batch: None, **chang
     try:
         with (
             httpx.Client(base_url=url.removesuffix("/v1"), timeout=30) as http,
-            openai.OpenAI(base_url=url, api_key=token or "none", max_retries=0) as client,
+            openai.OpenAI(base_url=url, api_key=api_key or "none", max_retries=0) as client,
         ):
             yield SimpleNamespace(
                 url=url,

@@ -106,7 +106,7 @@ def test_echo_and_logprobs_begin_with_the_prompt(served):
     assert logprobs.text_offset == [0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 7]
     assert logprobs.top_logprobs is not None
     assert logprobs.top_logprobs[0] is None
-    # The token's own chance stands beside the likeliest.
+    # The token's own log probability stands beside the likeliest.
     assert logprobs.top_logprobs[1] == {"bytes:\\xe2": -1.0}
     assert logprobs.top_logprobs[6] == {"o": -0.25, "n": -0.5}
 
@@ -263,6 +263,7 @@ def test_models_health_and_metrics(served):
     assert [new - old for new, old in zip(after, before, strict=True)] == [4, 5, 1]
     assert metric(served, "moejax_requests_total", outcome="done") == done + 1
     text = served.http.get("/metrics")
+    assert "_created" not in text.text
     assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert re.search(r'^moejax_next_token_seconds_bucket\{le="0.005"\} \d', text.text, re.MULTILINE)
 
@@ -352,6 +353,30 @@ BAD_CHATS = [
 def test_a_wrong_chat_is_refused_in_one_line(served, body, param):
     found, error = refusal(served, body, "/v1/chat/completions")
     assert (found, error["param"]) == (400, param)
+
+
+def test_messages_that_the_template_does_not_take_are_told_in_the_clients_words():
+    with serving(Scripted(), template="{{ 1 / messages[0].content | length }}") as found:
+        assert found.ready.wait(10)
+        body = {"messages": [{"role": "user", "content": ""}]}
+        status, error = refusal(found, body, "/v1/chat/completions")
+        assert (status, error["param"]) == (400, "messages")
+        assert error["message"] == (
+            "chat template does not take these messages. It says: division by zero. It decides "
+            "which messages it takes. Write others, or use /v1/completions."
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "accepted"),
+    [({"best_of": 2}, "1"), ({"suffix": "x"}, '""'), ({"logit_bias": {"5": 1}}, "{}")],
+)
+def test_a_field_without_support_says_what_is_accepted(served, field, accepted):
+    _, error = refusal(served, {"prompt": "x", **field})
+    (name,) = field
+    assert error["message"] == (
+        f"`{name}` is not supported. Only {accepted} is accepted. Leave it out."
+    )
 
 
 def test_fields_that_ask_for_nothing_are_taken(served):
@@ -471,11 +496,11 @@ def test_unknown_routes_and_methods_are_told(served):
         assert "POST /v1/completions" in found.json()["error"]["message"]
 
 
-def test_a_token_is_asked_for():
-    with serving(Scripted(), token="s3cret-token") as found:
+def test_an_api_key_is_asked_for():
+    with serving(Scripted(), api_key="s3cret-key") as found:
         assert found.ready.wait(10)
         assert found.openai.completions.create(model=NAME, prompt="x").choices[0].text
-        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret-token"}):
+        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret-key"}):
             status, error = refusal(found, {"prompt": "x"}, **given)
             assert (status, error["type"]) == (401, "authentication_error")
             assert found.http.get("/metrics", headers=given).status_code == 401
@@ -487,12 +512,19 @@ def test_no_request_is_taken_before_programs_are_compiled():
     with serving(Scripted(), warm_up=lambda batch: compiled.wait(10), chat=False) as found:
         until(lambda: found.http.get("/health").status_code == 503)
         assert found.http.get("/health").json() == {"status": "compiling"}
-        assert refusal(found, {"prompt": "x"})[0] == 503
+        status, error = refusal(found, {"prompt": "x"})
+        assert (status, error["code"]) == (503, "not_ready")
+        assert error["message"].startswith("The server is compiling. ")
         compiled.set()
         assert found.ready.wait(10)
+        assert metric(found, "moejax_requests_total", outcome="not_ready") == 1
+        assert metric(found, "moejax_requests_total", outcome="failed") == 0
         assert found.http.get("/health").status_code == 200
         status, error = refusal(found, CHAT, "/v1/chat/completions")
         assert (status, error["code"]) == (400, "no_chat_template")
+        assert error["message"] == (
+            "This model has no chat template, so /v1/chat/completions is off. Use /v1/completions."
+        )
 
 
 def test_the_end_waits_for_texts_and_takes_no_others():

@@ -195,34 +195,34 @@ def cpu_seconds(pid):
         (["--positions", "1"], "`--positions` is out of range. Got 1"),
         (["--queue", "-1"], "`--queue` is out of range. Got -1"),
         (["--grace", "-1"], "`--grace` is out of range. Got -1.0"),
-        (["--host", "0.0.0.0"], "no token. Others reach 0.0.0.0"),
-        (["--host", "example.com"], "no token. Others reach example.com"),
-        (["--token-file", "missing"], "no access to a file. missing"),
+        (["--host", "0.0.0.0"], "no API key. Others reach 0.0.0.0"),
+        (["--host", "example.com"], "no API key. Others reach example.com"),
+        (["--api-key-file", "missing"], "no access to a file. missing"),
         (["--run", "nowhere"], "no finished checkpoint"),
         (["--step", "9"], "no checkpoint of step 9"),
         (["--chat-template", "missing"], "no chat template. missing"),
         (["--eos", "</s>"], "`--eos` has no effect"),
         (["--config.train.seed=3"], "`train.seed` has no effect"),
-        (["--host", "203.0.113.7", "--token-file", "TOKEN"], "cannot listen. 203.0.113.7:8000"),
+        (["--host", "203.0.113.7", "--api-key-file", "KEY"], "cannot listen. 203.0.113.7:8000"),
     ],
 )
 def test_bad_input_is_one_line_before_a_device_is_touched(run, capsys, monkeypatch, words, said):
     monkeypatch.setattr(command, "place", lambda *_: pytest.fail("a device was touched"))
-    (run / "token").write_text("s3cret\n")
-    words = [str(run / "token") if word == "TOKEN" else word for word in words]
+    (run / "key").write_text("s3cret\n")
+    words = [str(run / "key") if word == "KEY" else word for word in words]
     assert command.main(["--run", str(run), *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"moejax: error: {said}")
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("token", ["", "two\nlines", "\u20ac", "a\x01"])
-def test_a_token_is_one_visible_line(run, capsys, monkeypatch, token):
-    monkeypatch.setenv("MOEJAX_SERVE_TOKEN", token)
+@pytest.mark.parametrize("key", ["", "two\nlines", "\u20ac", "a\x01"])
+def test_an_api_key_is_one_visible_line(run, capsys, monkeypatch, key):
+    monkeypatch.setenv("MOEJAX_API_KEY", key)
     assert command.main(["--run", str(run), "--host", "0.0.0.0"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("moejax: error: token cannot be sent")
-    assert token == "" or token not in err
+    assert err.startswith("moejax: error: API key cannot be sent")
+    assert key == "" or key not in err
 
 
 def test_a_missing_extra_is_told(run, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""A random model behind the server: its texts and chances are those of the model alone."""
+"""A random model behind the server: it says the texts and logprobs of the model alone."""
 
 import dataclasses
 import functools
@@ -108,7 +108,7 @@ def test_a_seed_repeats_texts_and_none_does_not(served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chances_are_those_of_the_logits(served, stream):
+def test_log_probabilities_are_those_of_the_logits(served, stream):
     """Of prompt and continuation, by the forward pass without a cache."""
     programs, state = model()
     prompts, continued = wanted(PROMPTS, 6, ids=True)
