@@ -1,14 +1,16 @@
 """`moejax.Engine`: an imported golden model's logits are those of transformers."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 
 import moejax
 from moejax.convert.importing import import_folder
-from moejax.errors import InputError
+from moejax.errors import InputError, RunError
 from moejax.serve.command import main as generate
 from tests.hf.golden import cases_of, golden_folder
 
@@ -164,6 +166,9 @@ def test_texts_are_ids_and_back(model):
     ("how", "said"),
     [
         ({"n": 0}, "`n` is out of range"),
+        ({"n": 1.5}, "`n` is out of range. Got 1.5. It is a whole number"),
+        ({"tokens": 2.5}, "`tokens` is out of range. Got 2.5. It is a whole number"),
+        ({"stop": [1]}, "stop string is no text. Got 1"),
         ({"n": 2}, "`n` has no effect. Got 2 at temperature 0"),
         ({"tokens": [1, 2]}, "tokens do not fit the prompts. Got 2 tokens for 1 prompts"),
         ({"sampling": [moejax.Sampling()] * 3}, "rules do not fit the prompts. Got 3 rules"),
@@ -176,5 +181,51 @@ def test_rules_of_samples_are_checked(model, how, said):
 
 @pytest.mark.parametrize("prompts", [[[[3, 4], [5, 6]]], [3, 4]])
 def test_a_prompt_is_one_list_of_ids(model, prompts):
-    with pytest.raises(InputError, match=r"no token ids\..* Ids are one list of whole numbers\."):
+    with pytest.raises(
+        InputError, match=r"no token ids\..* prompts are a list of them: \[\[1, 2, 3\]\]"
+    ):
         model.sample(prompts)
+
+
+@pytest.mark.parametrize("rule", [{"seed": 1.5}, {"top_k": 2.5}])
+def test_numbers_of_rules_are_whole(rule):
+    with pytest.raises(InputError, match=r"out of range\. Got .\.5\. It is a whole number"):
+        moejax.Sampling(1.0, **rule).check()
+
+
+def test_a_prompt_that_is_no_text_is_refused(model):
+    with pytest.raises(InputError, match="prompt is no text of Unicode"):
+        model.sample("w3 \ud800")
+
+
+def test_a_stop_string_in_the_last_token_ends_the_text(model):
+    """Its name is the reason, though the text is as long as it may be."""
+    samples = model.sample([f"w{number}" for number in range(1, 33)], tokens=2)
+    number, whole = next((n, s) for n, s in enumerate(samples, 1) if len(s.text.split()) == 2)
+    last = whole.text.split()[-1]
+    (cut,) = model.sample([f"w{number}"], tokens=2, stop=last)
+    assert (whole.ended, cut.ended) == ("length", "stop")
+    assert whole.text.startswith(cut.text)
+    assert last not in cut.text
+
+
+def test_ids_are_no_more_than_the_models_positions(model, monkeypatch):
+    vocabulary = dataclasses.replace(model._vocabulary(False), positions=8)
+    monkeypatch.setitem(model._vocabularies, False, vocabulary)
+    with pytest.raises(InputError, match=r"have 9 tokens\. The model has 8 positions"):
+        model.sample([[1] * 5], tokens=4)
+    assert model.sample([[1] * 5], tokens=3)
+
+
+def test_scores_that_are_not_finite_are_told(model, monkeypatch):
+    broken = jax.tree.map(
+        lambda x: x * np.nan if np.issubdtype(x.dtype, np.floating) else x, model._state
+    )
+    monkeypatch.setattr(model, "_state", broken)
+    with pytest.raises(RunError, match="logits are not finite"):
+        model.score([[1, 2, 3]])
+
+
+def test_another_number_of_prompts_compiles_nothing_anew(model):
+    programs = {len(batch): model._programs(8, len(batch), 96) for batch in ("abc", "abcd")}
+    assert programs[3] is programs[4]

@@ -126,6 +126,14 @@ def test_logits_that_are_not_finite_give_no_token(temperature):
     assert token_B[2] >= 0
 
 
+def test_the_likeliest_token_stays_however_small_top_p_is():
+    """1e-46 is zero in float32."""
+    logit_RV = np.log(np.array([[0.2, 0.1, 0.6, 0.1]] * 8, np.float32))
+    samplings = [Sampling(1.0, None, 1e-46, seed=seed) for seed in range(8)]
+    token_R = drawn(logit_RV, range(8), range(8), samplings, 4)
+    assert np.asarray(token_R).tolist() == [2] * 8
+
+
 @pytest.mark.parametrize(
     ("sampling", "said"),
     [
@@ -138,6 +146,7 @@ def test_logits_that_are_not_finite_give_no_token(temperature):
         (Sampling(float("inf")), "`--temperature` is out of range"),
         (Sampling(0.0, min_p=0.5), "have no effect"),
         (Sampling(1.0, seed=-1), "`--seed` is out of range"),
+        (Sampling(1.0, 2**31), "`--top-k` is out of range"),
         (Sampling(0.0, 5), "have no effect"),
         (Sampling(0.0, None, 0.5), "have no effect"),
     ],

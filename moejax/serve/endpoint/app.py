@@ -134,8 +134,9 @@ class Endpoint:
           RefusedError: if the API key is wrong, or a site of another name asks.
         """
         if self._api_key is not None:
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            is_key = hmac.compare_digest(given.strip().encode(), self._api_key.encode())
+            if scheme.lower() != "bearer" or not is_key:
                 raise RefusedError(
                     "no valid API key. The header Authorization must be `Bearer KEY`. Send the "
                     "API key that the server was started with.",
@@ -161,7 +162,7 @@ class Reply:
 
     def __init__(self, endpoint: Endpoint, form: ModuleType, job: Job, running: RunningJob):
         self._endpoint, self._form, self._job, self._running = endpoint, form, job, running
-        self._answers = [Answer(job, i, endpoint.model) for i in range(len(job.requests))]
+        self._answers: list[Answer] = []
         self._texts = endpoint.model.token_texts
         self._id, self._created = f"{form.PREFIX}-{uuid4().hex}", int(time.time())
 
@@ -185,6 +186,7 @@ class Reply:
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yields what texts grow by, with their index, until all have ended."""
+        self._answers = await run_in_threadpool(self._new_answers)
         going, worker = len(self._answers), self._endpoint.worker
         while going:
             news = await self._running.events.get()
@@ -201,21 +203,32 @@ class Reply:
             if piece is not None:
                 yield index, piece
 
+    def _new_answers(self) -> list[Answer]:
+        """Returns the answers; those with echo decode their prompts, which may take long."""
+        model = self._endpoint.model
+        return [Answer(self._job, index, model) for index in range(len(self._job.requests))]
+
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Sends a JSON object. Returns how the request is counted."""
-        pieces: list[list[Piece]] = [[] for _ in self._answers]
+        pieces: list[list[Piece]] = [[] for _ in self._job.requests]
         try:
             async for index, piece in self._pieces():
                 pieces[index].append(piece)
         except RefusedError as error:
             await _error_response(error)(scope, receive, send)
             return error.outcome
-        choices = [
-            self._form.choice(joined(found), index, self._job, self._texts)
-            for index, found in enumerate(pieces)
-        ]
-        body = {**self._head(self._form.NAME), "choices": choices, "usage": self._usage()}
-        await Response(to_json(body), media_type=JSON)(scope, receive, send)
+
+        def body() -> bytes:
+            choices = [
+                self._form.choice(joined(found), index, self._job, self._texts)
+                for index, found in enumerate(pieces)
+            ]
+            head = self._head(self._form.NAME)
+            return to_json({**head, "choices": choices, "usage": self._usage()})
+
+        # Of many log probabilities it takes long; others are answered meanwhile.
+        content = await run_in_threadpool(body)
+        await Response(content, media_type=JSON)(scope, receive, send)
         return "done"
 
     async def _stream(self, send: Send) -> str:
@@ -317,7 +330,7 @@ def is_loopback(host: str) -> bool:
 
 def _is_loopback_url(url: str) -> bool:
     try:
-        return is_loopback(urlsplit(url).hostname or "")
+        return "@" not in url and is_loopback(urlsplit(url).hostname or "")
     except ValueError:
         return False
 

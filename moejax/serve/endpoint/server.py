@@ -36,11 +36,12 @@ def listen(host: str, port: int) -> socket.socket:
         opened = socket.socket(family, kind, protocol)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name may be none of the internet's
         if opened is not None:
             opened.close()
+        reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(
-            f"cannot listen. {host}:{port}: {error.strerror}. The address must be this machine's, "
+            f"cannot listen. {host}:{port}: {reason}. The address must be this machine's, "
             f"and the port free. Choose another with --port."
         ) from error
     return opened
