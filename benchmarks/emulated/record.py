@@ -13,7 +13,11 @@ from benchmarks.machine import RESULTS, stamp
 
 
 def record_cases(
-    name: str, cases: Iterable[Case], page: Callable[[dict[str, Any]], str], about: str
+    name: str,
+    cases: Iterable[Case],
+    page: Callable[[dict[str, Any]], str],
+    about: str,
+    worker: str = "exchange",
 ) -> None:
     """Runs the cases; writes NAME.json and NAME.md after each, so that a stopped run keeps some.
 
@@ -22,6 +26,7 @@ def record_cases(
     Args:
       page: the record, as in NAME.json -> Markdown.
       about: the question, for `--help`.
+      worker: the script of workers/ that runs on each host.
     """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -32,7 +37,7 @@ def record_cases(
         for case in cases:
             rate = f"{case.rate} Mbit/s" if case.rate else "not shaped"
             print(f"== {case.name}, {case.hosts} x {case.devices}, {rate}", flush=True)
-            results.append({"case": asdict(case), "found": run(case, Path(folder))})
+            results.append({"case": asdict(case), "found": run(case, Path(folder), worker)})
             record = {"results": results} | stamp()
             (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
             (args.out / f"{name}.md").write_text(page(record))
