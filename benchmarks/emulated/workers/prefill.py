@@ -11,6 +11,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
+# It joins the processes.
 from benchmarks.emulated.workers.exchange import (
     Variant,
     compiled_once,
@@ -19,18 +23,19 @@ from benchmarks.emulated.workers.exchange import (
     place,
     processes,
 )
-
-# After the above, which joins the processes before JAX starts.
-import jax  # isort: skip
-import numpy as np  # isort: skip
-from jax.sharding import PartitionSpec as P  # isort: skip
-
-from moejax.config.load import from_dict  # isort: skip
-from moejax.layout.layout import build_layout  # isort: skip
-from moejax.layout.mesh import build_mesh  # isort: skip
-from moejax.serve.programs import CALL_TOKENS, LONG, NewTokens, Programs  # isort: skip
-from moejax.serve.programs import build_programs, no_tokens  # isort: skip
-from moejax.step.state import TrainState  # isort: skip
+from moejax.config.load import from_dict
+from moejax.config.schema import Config
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.serve.programs import (
+    CALL_TOKENS,
+    LONG,
+    NewTokens,
+    Programs,
+    build_programs,
+    no_tokens,
+)
+from moejax.step.state import TrainState
 
 CLOSE = 1e-5  # most that logits of variants differ, over the largest
 
@@ -65,11 +70,10 @@ def build(case: dict, settings: dict, states: dict[int, TrainState]) -> Variant:
     return Variant(run, facts)
 
 
-def describe(cfg: Any, mesh: Any) -> Programs:
+def describe(cfg: Config, mesh: Any) -> Programs:
     """The engine with as many slots as a call has rows."""
-    devices = build_layout(cfg.mesh)
-    devices = devices.size(devices.token_axes)
-    slots = CALL_TOKENS // LONG * devices
+    layout = build_layout(cfg.mesh)
+    slots = CALL_TOKENS // LONG * layout.size(layout.token_axes)
     settings = {"slots": slots, "positions": LONG, "allowed": cfg.model.vocab_size}
     return build_programs(cfg, mesh, "cpu", **settings)
 
@@ -117,7 +121,7 @@ def check(variants: dict[str, Variant], settings: dict[str, dict]) -> None:
         logits = local(variant.run())
         known = first.setdefault(settings[name]["moe.expert_hidden"], logits)
         difference = float(np.abs(logits - known).max() / np.abs(known).max())
-        assert difference <= CLOSE and np.isfinite(logits).all(), (name, difference)
+        assert difference <= CLOSE, (name, difference)  # false too if it is not a number
         variant.facts["difference"] = difference
 
 
