@@ -28,8 +28,8 @@ MODEL = {
     "model.num_layers": LAYERS,
     "model.num_heads": 4,
     "model.num_kv_heads": 4,
-    "model.head_width": 32,
-    "model.vocab_size": 512,
+    "model.head_width": 16,
+    "model.vocab_size": 128,
 }
 
 
