@@ -91,8 +91,8 @@ def rows(results: list[dict[str, Any]]) -> list[str]:
     """The table of one cluster, all rates."""
     lines = [
         "| Mbit/s | wire, experts, s | shares of a call | 1, 2, 4 chunks, s | idle experts | "
-        "2 chunks beside 1 | 4 chunks beside 1 | at best |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "2 chunks beside 1 | 4 chunks beside 1 | at best | other programs |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
         rate, found = result["case"]["rate"], result["found"]
@@ -109,6 +109,7 @@ def rows(results: list[dict[str, Any]]) -> list[str]:
             *(", ".join(f"{x:.3f}" for x in seconds[work]) for work in EXPERTS),
             *(f"{median(r):.2f} x ({r[0]:.2f} to {r[-1]:.2f})" for r in ratios),
             f"{whole.bound:.2f} x" if rate else "-",
+            f"{result['others']:.0%}",
         ]
         lines.append(f"| {' | '.join(texts)} |")
     return lines
@@ -149,7 +150,8 @@ def page(record: dict[str, Any]) -> str:
         "exchange over the rate. Experts: working less idle, one chunk, links not shaped. At best: "
         "a plain call over one in which the shorter of both is hidden, and nothing else changes. "
         f"Dense weights are gathered across hosts in every call, {dense:.0%} of the bytes that "
-        "cross: they are no part of the wire here, and no chunk hides them. "
+        "cross: they are no part of the wire here, and no chunk hides them. Other programs: their "
+        "share of the CPUs while a case ran. "
         f"Wanted: {BAR} x plain prefill where wire and experts each take more than {SHARE:.0%} of "
         "a call.",
         "",
