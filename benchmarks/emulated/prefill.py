@@ -90,9 +90,9 @@ def faster(found: dict[str, Any], chunks: int) -> list[float]:
 def rows(results: list[dict[str, Any]]) -> list[str]:
     """The table of one cluster, all rates."""
     lines = [
-        "| Mbit/s | wire, experts, s | shares of a call | 1, 2, 4 chunks, s | idle experts | "
-        "2 chunks beside 1 | 4 chunks beside 1 | at best | other programs |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| Mbit/s | wire, experts, s | shares of a call | 1, 2, 4 chunks, s | fastest | "
+        "idle experts | 2 chunks beside 1 | 4 chunks beside 1 | at best | other programs |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
         rate, found = result["case"]["rate"], result["found"]
@@ -101,12 +101,16 @@ def rows(results: list[dict[str, Any]]) -> list[str]:
             work: [median(found[name_of(work, chunks)]["seconds"]) for chunks in CHUNKS]
             for work in EXPERTS
         }
+        fastest = [min(found[name_of("working", chunks)]["seconds"]) for chunks in CHUNKS]
         ratios = [faster(found, chunks) for chunks in CHUNKS[1:]]
         texts = [
             str(rate or "not shaped"),
             f"{whole.wire:.3f}, {whole.experts:.3f}",
             ", ".join(f"{share:.0%}" for share in whole.shares),
-            *(", ".join(f"{x:.3f}" for x in seconds[work]) for work in EXPERTS),
+            *(
+                ", ".join(f"{x:.3f}" for x in times)
+                for times in (seconds["working"], fastest, seconds["idle"])
+            ),
             *(f"{median(r):.2f} x ({r[0]:.2f} to {r[-1]:.2f})" for r in ratios),
             f"{whole.bound:.2f} x" if rate else "-",
             f"{result['others']:.0%}",

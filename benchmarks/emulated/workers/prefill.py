@@ -53,14 +53,15 @@ def build(case: dict, settings: dict, states: dict[int, TrainState]) -> Variant:
     if hidden not in states:
         states[hidden] = random_state(programs)
     state, tokens = states[hidden], new_tokens(programs)
+    every = len(tokens.slot_R) == programs.slots * programs.devices
     placed = NewTokens(*(place(x, mesh, programs._rows) for x in tokens))
     caches = [programs.empty_cache()]
-    program = compiled_once(programs.extend(every=True).lower(state, placed, caches[0]))
+    program = compiled_once(programs.extend(every).lower(state, placed, caches[0]))
     shapes = [
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), t)
         for t in (tokens, caches[0])
     ]
-    traced = unordered.extend(every=True).trace(unordered.train_step.abstract, *shapes)
+    traced = unordered.extend(every).trace(unordered.train_step.abstract, *shapes)
     facts = count(traced, program, programs.train_step)
 
     def run() -> jax.Array:
