@@ -146,9 +146,9 @@ def train_step(rate: int) -> Case:
     return Case("train step", 2, 4, rate, config, (8, 256), routes)
 
 
-def run(case: Case, folder: Path) -> dict[str, Any]:
-    """Runs a case; returns for each variant what the hosts measured."""
-    hosts = run_case(asdict(case), HERE / "workers" / "exchange.py", folder)
+def run(case: Case, folder: Path, worker: str = "exchange") -> dict[str, Any]:
+    """Runs a case by a script of workers/; returns for each variant what the hosts measured."""
+    hosts = run_case(asdict(case), HERE / "workers" / f"{worker}.py", folder)
     found = {}
     for name in case.variants:
         sides = [host[name] for host in hosts]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -9,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.emulated.exchange import Case, run
-from benchmarks.machine import RESULTS, stamp
+from benchmarks.machine import RESULTS, Clock, stamp
 
 
 def record_cases(
-    name: str, cases: Iterable[Case], page: Callable[[dict[str, Any]], str], about: str
+    name: str,
+    cases: Iterable[Case],
+    page: Callable[[dict[str, Any]], str],
+    about: str,
+    worker: str = "exchange",
 ) -> None:
     """Runs the cases; writes NAME.json and NAME.md after each, so that a stopped run keeps some.
 
@@ -22,6 +27,7 @@ def record_cases(
     Args:
       page: the record, as in NAME.json -> Markdown.
       about: the question, for `--help`.
+      worker: the script of workers/ that runs on each host.
     """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -32,8 +38,17 @@ def record_cases(
         for case in cases:
             rate = f"{case.rate} Mbit/s" if case.rate else "not shaped"
             print(f"== {case.name}, {case.hosts} x {case.devices}, {rate}", flush=True)
-            results.append({"case": asdict(case), "found": run(case, Path(folder))})
+            clock, before = Clock(sorted(os.sched_getaffinity(0))), _seconds_of_children()
+            found = run(case, Path(folder), worker)
+            others = clock.others_share(_seconds_of_children() - before)
+            results.append({"case": asdict(case), "found": found, "others": others})
             record = {"results": results} | stamp()
             (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
             (args.out / f"{name}.md").write_text(page(record))
     print((args.out / f"{name}.md").read_text())
+
+
+def _seconds_of_children() -> float:
+    """CPU seconds of the processes that were started here and have ended."""
+    times = os.times()
+    return times.children_user + times.children_system

@@ -1,0 +1,39 @@
+"""The page of prefill in chunks: what its record gives, from all cases, and its arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.emulated.prefill import CHUNKS, EXPERTS, RATES, SHAPES, Parts, case, name_of, page
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def test_the_page_is_that_of_its_record_which_has_every_case():
+    record = json.loads((RESULTS / "prefill.json").read_text())
+    cases = [case(*shape, rate) for shape in SHAPES for rate in RATES]
+    shown = [
+        (r["case"]["hosts"], r["case"]["devices"], r["case"]["rate"]) for r in record["results"]
+    ]
+    assert shown == [(one.hosts, one.devices, one.rate) for one in cases]
+    for result, one in zip(record["results"], cases, strict=True):
+        assert list(result["found"]) == list(one.variants)
+        assert all(len(v["seconds"]) == one.rounds for v in result["found"].values())
+        assert all(v["difference"] <= 1e-5 for v in result["found"].values())
+    assert (RESULTS / "prefill.md").read_text() == page(record)
+
+
+def test_chunks_send_the_same_rows_whatever_the_experts():
+    for result in json.loads((RESULTS / "prefill.json").read_text())["results"]:
+        found = result["found"]
+        sent = {found[name_of(work, n)]["exchanged"] for work in EXPERTS for n in CHUNKS}
+        assert max(sent) <= 1.01 * min(sent)
+
+
+@pytest.mark.parametrize(
+    ("parts", "bound"),
+    [(Parts(1.0, 0.5, 0.5), 2.0), (Parts(1.0, 0.4, 0.4), 1 / 0.6), (Parts(1.0, 0.0, 0.9), 1.0)],
+)
+def test_at_best_the_shorter_of_wire_and_experts_is_hidden(parts, bound):
+    assert parts.bound == pytest.approx(bound)
