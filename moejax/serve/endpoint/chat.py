@@ -8,7 +8,7 @@ from moejax.data.prepare.rows import BadRowError
 from moejax.errors import InputError
 from moejax.serve.endpoint.answers import AnswerToken, Piece
 from moejax.serve.endpoint.fields import Fields, RefusedError, refused
-from moejax.serve.endpoint.jobs import Job, Prompt, ServedModel, read_job, read_top
+from moejax.serve.endpoint.jobs import EncodedPrompt, Job, ServedModel, read_job, read_top
 from moejax.serve.texts import TokenTexts
 
 NAME, CHUNK, PREFIX = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -56,7 +56,7 @@ def read(values: dict[str, Any], model: ServedModel) -> Job:
     return read_job(
         fields,
         model,
-        [Prompt(ids, "")],
+        [EncodedPrompt(ids, "")],
         tokens=next((count for count in counts if count is not None), None),
         stop_ids=model.vocabulary.stops | model.chat.stops,
         logprobs=(top or 0) if scored else None,

@@ -5,7 +5,7 @@ from typing import Any
 
 from moejax.serve.endpoint.answers import AnswerToken, Piece
 from moejax.serve.endpoint.fields import Fields, RefusedError
-from moejax.serve.endpoint.jobs import Job, Prompt, ServedModel, read_job, read_top
+from moejax.serve.endpoint.jobs import EncodedPrompt, Job, ServedModel, read_job, read_top
 from moejax.serve.texts import TokenTexts
 
 NAME, CHUNK, PREFIX = "text_completion", "text_completion", "cmpl"
@@ -37,7 +37,7 @@ def read(values: dict[str, Any], model: ServedModel) -> Job:
     )
 
 
-def _prompts(fields: Fields, model: ServedModel) -> list[Prompt]:
+def _prompts(fields: Fields, model: ServedModel) -> list[EncodedPrompt]:
     """Returns the prompts of a text, of ids, or of a list of either."""
     value = fields.get("prompt")
     listed = value if isinstance(value, list) else [value]
@@ -49,14 +49,13 @@ def _prompts(fields: Fields, model: ServedModel) -> list[Prompt]:
             f"several requests.",
             param="prompt",
         )
-    prompts = [_prompt(fields, one, model) for one in listed]
-    return prompts
+    return [_prompt(fields, one, model) for one in listed]
 
 
-def _prompt(fields: Fields, value: Any, model: ServedModel) -> Prompt:
+def _prompt(fields: Fields, value: Any, model: ServedModel) -> EncodedPrompt:
     if isinstance(value, str):
         text = fields.checked_text("prompt", value)
-        return Prompt(model.vocabulary.encode(text), text)
+        return EncodedPrompt(model.vocabulary.encode(text), text)
     if not isinstance(value, list):
         fields.refuse("prompt", value, "It is a text, ids, or a list of texts or of lists of ids")
     if not value:
@@ -65,7 +64,7 @@ def _prompt(fields: Fields, value: Any, model: ServedModel) -> Prompt:
         if type(id) is not int or not 0 <= id < model.vocab_size:
             rule = f"Ids are at least 0 and below {model.vocab_size}, the model's vocabulary"
             fields.refuse("prompt", id, rule)
-    return Prompt(value, model.vocabulary.tokenizer.decode(value))
+    return EncodedPrompt(value, model.vocabulary.tokenizer.decode(value))
 
 
 def choice(piece: Piece, index: int, job: Job, texts: TokenTexts) -> dict[str, Any]:

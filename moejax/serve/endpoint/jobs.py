@@ -48,7 +48,7 @@ class ServedModel:
     texts: int
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """Ids of a prompt, and its text as a client sent it."""
 
     ids: list[int]
@@ -69,7 +69,7 @@ class Job:
       usage: whether a stream ends with the numbers of tokens.
     """
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[EncodedPrompt, ...]
     requests: tuple[Request, ...]
     stops: tuple[str, ...]
     logprobs: int | None
@@ -77,7 +77,7 @@ class Job:
     stream: bool
     usage: bool
 
-    def prompt_of(self, number: int) -> Prompt:
+    def prompt_of(self, number: int) -> EncodedPrompt:
         """Returns the prompt of a text."""
         return self.prompts[number * len(self.prompts) // len(self.requests)]
 
@@ -85,7 +85,7 @@ class Job:
 def read_job(
     fields: Fields,
     model: ServedModel,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[EncodedPrompt],
     *,
     tokens: int | None,
     stop_ids: frozenset[int],
@@ -185,12 +185,18 @@ def _stops(fields: Fields) -> tuple[str, ...]:
         raise refused(error, "stop") from None
 
 
-def _room(prompt: Prompt, tokens: int | None, model: ServedModel) -> int:
+def _room(prompt: EncodedPrompt, tokens: int | None, model: ServedModel) -> int:
     """Returns the most tokens that continue a prompt.
 
     Raises:
-      RefusedError: if there is no position for them.
+      RefusedError: if there is no position for them, or the model lacks a token of the prompt.
     """
+    if max(prompt.ids, default=0) >= model.vocab_size:
+        raise RefusedError(
+            f"prompt has an unknown token. Its id is {max(prompt.ids)}, the model has "
+            f"{model.vocab_size} tokens. Leave that text out.",
+            param="prompt",
+        )
     length = len(prompt.ids)
     wanted = max(1, model.positions - length) if tokens is None else tokens
     if length + wanted > model.positions:

@@ -182,3 +182,12 @@ def test_a_message_shows_a_short_value(value, said):
         f"`outer.n` is wrong. {said} It is a whole number from 1 to 2. Change it."
     )
     assert error.value.param == "outer.n"
+
+
+def test_a_text_of_tokens_that_the_model_lacks_is_refused():
+    """A tokenizer may be larger than the vocabulary: id 256 begins a text of bytes."""
+    body = b'{"prompt": "y", "max_tokens": 1}'
+    assert isinstance(read(completions, body, served_model(vocab_size=257)), Job)
+    refused = read(completions, body, served_model(vocab_size=256))
+    assert "Its id is 256, the model has 256 tokens" in str(refused)
+    assert refused.status == 400
