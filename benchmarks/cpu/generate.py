@@ -33,8 +33,8 @@ EQUAL = ("1", "8", "32")  # requests of one length
 PROMPT, TOKENS = 64, 32
 SLOTS = 64
 SIDES = {"moejax": "moejax_generate.py", "transformers": "torch_generate.py"}
-# Of each workload what takes turns. transformers has two implementations of experts: grouped_mm is
-# its default, eager a loop over experts, which is faster on some CPUs.
+# The variants that take turns, by workload. transformers has two implementations of experts:
+# grouped_mm is its default, eager a loop over experts, which is faster on some CPUs.
 VARIANTS = {
     **{name: ("together", "grouped_mm", "eager") for name in EQUAL},
     "mixed": ("together", "grouped_mm", "batches of 8", "continuous"),
@@ -247,7 +247,7 @@ LABELS = {
     "whole": "prompts and all tokens",
     "decoding": "tokens after the first",
     "prompt": "prompts (their tokens a second)",
-    "first": "1 / median seconds to the first token",
+    "first": "median seconds to the first token",
     "cpu": "all, a second of CPU",
 }
 TITLES = {name: f"{name} request{'s' * (name != '1')}" for name in EQUAL} | {
@@ -269,7 +269,9 @@ def tables(result: dict[str, Any]) -> list[str]:
         ]
         for part in [name for name in LABELS if name in parts]:
             speed, ratio = parts[part]["speed"], parts[part]["ratio"]
-            cells = [LABELS[part], *(f"{one['median']:.1f}" for one in speed.values())]
+            medians = [one["median"] for one in speed.values()]
+            shown = [f"{1 / x:.2f} s" if part == "first" else f"{x:.1f}" for x in medians]
+            cells = [LABELS[part], *shown]
             cells += [
                 f"**{r['median']:.2f}** ({r['minimum']:.2f} to {r['maximum']:.2f})"
                 for r in ratio.values()
@@ -330,7 +332,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Tokens a second, beside transformers",
         "",
-        "`python -m benchmarks.cpu.generate --torch-python .venv-parity/bin/python`",
+        "`python -m benchmarks.cpu.generate --torch-python .venv-parity/bin/python "
+        f"--rounds {result['rounds']}`",
         "",
         "Tokens a second, and moejax's over those of the others: above 1 moejax is faster. "
         f"Median and range of {result['rounds']} rounds, in turns.",

@@ -137,12 +137,13 @@ def measure(
 
 def to_markdown(result: dict) -> str:
     """A table for each operation."""
+    rounds = len(next(iter(next(iter(result["seconds"].values())).values())))
     lines = [
         "# Operations",
         "",
         "Forward and backward, but for experts without gradients.",
         "",
-        "`python -m benchmarks.cpu.ops`",
+        f"`python -m benchmarks.cpu.ops --rounds {rounds}`",
         "",
     ]
     for case, seconds in result["seconds"].items():

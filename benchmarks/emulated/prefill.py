@@ -179,7 +179,6 @@ def page(record: dict[str, Any]) -> str:
         "share of the CPUs while a case ran. "
         f"Wanted: {BAR} x plain prefill where wire and experts each take more than {SHARE:.0%} of "
         "a call.",
-        *([] if "note" not in record else ["", record["note"]]),
         "",
     ]
     for hosts, devices in SHAPES:

@@ -17,7 +17,7 @@ from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.batch import Batch, Request
 from moejax.serve.placing import PlacedModel, check_overrides, place, place_beside
 from moejax.serve.programs import SHORT, Programs, build_programs
-from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary
+from moejax.serve.prompts import Vocabulary, check_length, encode_prompts, open_vocabulary
 from moejax.serve.samples import Sample, draw_samples, draw_texts
 from moejax.serve.sampling import GREEDY, Sampling
 from moejax.serve.texts import checked_stops
@@ -64,8 +64,8 @@ class Engine:
     Where several processes train, each has its engine, and they call it together: the same
     methods in the same order, with the same arguments. All get the same results.
 
-    A call compiles what is new: a length of texts (in steps of 64), a number of texts, a kind of
-    sampling, scores, experts.
+    A call compiles what is new: a length of texts (in steps of 64), a number of texts (up to
+    the next power of two), a kind of sampling, scores, experts.
 
     Attributes:
       path: the checkpoint's directory; of a run in memory the one that its step has or would have.
@@ -102,8 +102,7 @@ class Engine:
         """
         self._processes, overrides = processes, tuple(overrides)
         self._vocabularies: dict[bool, Vocabulary] = {}
-        self._made: dict[tuple[int, ...], Programs] = {}
-        self._programs_of: dict[tuple[int, ...], Programs] = {}  # the same, by what was asked for
+        self._programs_of: dict[tuple[int, ...], Programs] = {}  # by what was asked for
         self._state: TrainState | None = None
         if isinstance(run, str | os.PathLike):
             self._read(os.fspath(run), step, overrides)
@@ -355,14 +354,8 @@ class Engine:
             next(known) if isinstance(prompt, str) else self._checked(prompt, (1,))[0].tolist()
             for prompt in prompts
         ]
-        longest = max(map(len, encoded)) + tokens
-        most = None if vocabulary is None else vocabulary.positions
-        if most is not None and longest > most:
-            raise InputError(
-                f"text would be too long. The longest prompt and what may continue it have "
-                f"{longest} tokens. The model has {most} positions. Shorten the prompt, or ask "
-                f"for fewer tokens."
-            )
+        if vocabulary is not None:
+            check_length(encoded, tokens, vocabulary)
         return encoded
 
     def _vocabulary(self, chat: bool) -> Vocabulary:
@@ -388,10 +381,10 @@ class Engine:
         asked = (slots, -(-positions // SHORT), allowed)
         if asked not in self._programs_of:
             form = {"slots": slots, "positions": positions, "allowed": allowed}
-            programs = build_programs(*self._placed, **form)
-            made = (programs.slots, programs.positions, allowed)
-            self._made[made] = self._made.get(made, programs)
-            self._programs_of[asked] = self._made[made]
+            new = build_programs(*self._placed, **form)
+            # Slots and positions are rounded up: others may have asked for the same.
+            alike = (one for one in self._programs_of.values() if one.form == new.form)
+            self._programs_of[asked] = next(alike, new)
         return self._programs_of[asked]
 
     def _checked(self, token_ids: Any, dims: tuple[int, ...] = (1, 2)) -> np.ndarray:

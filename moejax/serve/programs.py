@@ -75,6 +75,11 @@ class Programs:
     _made: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
+    def form(self) -> tuple[int, int, int]:
+        """Slots, positions and allowed ids, which tell the programs of a model apart."""
+        return self.slots, self.positions, self.allowed
+
+    @property
     def devices(self) -> int:
         """Number of devices, or groups of tensor ranks, that have slots of their own."""
         return self._layout.size(self._layout.token_axes)

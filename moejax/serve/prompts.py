@@ -142,13 +142,13 @@ def open_vocabulary(
     allowed = min(opened.vocab_size, chosen.cfg.model.vocab_size)
     prompts = None
     if chat:
-        prompts = _open_chat(chosen, tokenizer, template)
+        prompts = open_chat(chosen, tokenizer, template)
         stops |= prompts.stops
     library = None if came is None else load_library(came)
     return Vocabulary(opened, library, frozenset(stops), allowed, positions, prompts)
 
 
-def _open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> ChatPrompts:
+def open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> ChatPrompts:
     """Opens the chat template of the command line, of the run's conversations, or of weights."""
     beside, described = tokenizer_beside_weights(chosen), describe_training(chosen)
     path = tokenizer_that_came(chosen)
@@ -225,16 +225,26 @@ def encode_prompts(
                 f"is {cfg.model.vocab_size}. The tokenizer must be the model's. Name it: "
                 f"--tokenizer FILE."
             )
+    check_length(prompts, tokens, vocabulary)
     longest = max(map(len, prompts)) + tokens
-    if vocabulary.positions is not None and longest > vocabulary.positions:
-        raise InputError(
-            f"text would be too long. The longest prompt has {longest - tokens} tokens, --tokens "
-            f"is {tokens}. The model has {vocabulary.positions} positions. Shorten the prompt, "
-            f"or set fewer --tokens."
-        )
     if vocabulary.positions is None and longest > cfg.data.sequence_length:
         return prompts, [
             f"warning: texts of up to {longest} tokens, and the run trained on sequences of "
             f"{cfg.data.sequence_length}"
         ]
     return prompts, []
+
+
+def check_length(prompts: Sequence[Sequence[int]], tokens: int, vocabulary: Vocabulary) -> None:
+    """Checks that the model has positions for prompts and for so many tokens behind them.
+
+    Raises:
+      InputError: if not.
+    """
+    longest, most = max(map(len, prompts)), vocabulary.positions
+    if most is not None and longest + tokens > most:
+        raise InputError(
+            f"text would be too long. The longest prompt has {longest} tokens, up to {tokens} "
+            f"continue it. The model has {most} positions. Shorten the prompt, or ask for fewer "
+            f"tokens."
+        )

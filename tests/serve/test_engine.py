@@ -212,7 +212,7 @@ def test_a_stop_string_in_the_last_token_ends_the_text(model):
 def test_ids_are_no_more_than_the_models_positions(model, monkeypatch):
     vocabulary = dataclasses.replace(model._vocabulary(False), positions=8)
     monkeypatch.setitem(model._vocabularies, False, vocabulary)
-    with pytest.raises(InputError, match=r"have 9 tokens\. The model has 8 positions"):
+    with pytest.raises(InputError, match=r"has 5 tokens, up to 4 continue it\. The model has 8"):
         model.sample([[1] * 5], tokens=4)
     assert model.sample([[1] * 5], tokens=3)
 

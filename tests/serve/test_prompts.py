@@ -131,7 +131,7 @@ def test_messages_have_the_template_beside_the_tokenizer_of_the_token_files(tmp_
 def test_a_text_longer_than_the_models_positions_is_refused(imported):
     vocabulary = open_vocabulary(imported, None, None)
     assert encode_prompts(["a b"], vocabulary, imported.cfg, 5)[1] == []
-    said = r"The longest prompt has 3 tokens, --tokens is 6. The model has 8 positions"
+    said = r"prompt has 3 tokens, up to 6 continue it\. The model has 8 positions"
     with pytest.raises(InputError, match=said):
         encode_prompts(["a b"], vocabulary, imported.cfg, 6)
 

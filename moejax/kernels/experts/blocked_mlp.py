@@ -42,7 +42,9 @@ from moejax.runtime.program_cache import LibraryError, load_library
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
-FEW_ROWS = 64  # most rows a group, on average, that go by `few_rows.cc` (results/ops.md)
+# Most rows a group, on average, that go by `few_rows.cc`. Places of buckets that hold no row count
+# too, but are not multiplied. benchmarks/results/ops.md has both forms by rows.
+FEW_ROWS = 64
 SOURCE = Path(__file__).with_name("few_rows.cc")
 # Vectors as wide as this processor has; the order of a sum may differ between kinds of processors.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
@@ -163,7 +165,8 @@ def multiply_few_rows(
 ) -> Float[Array, "M N"]:
     """Returns `reference.grouped_matmul`, summed in float32, without gradients.
 
-    Matrices of groups without rows are not read, others once. On CPU only; see `takes_few_rows`.
+    Matrices of groups without rows are not read, others once for each 32 rows of the group. On CPU
+    only; see `takes_few_rows`.
     """
     name = f"moejax_few_rows_{x_MK.dtype.name}"
     result = jax.ShapeDtypeStruct((x_MK.shape[0], w_GKN.shape[2]), x_MK.dtype)

@@ -1,7 +1,8 @@
 // Products of a few rows and the matrices of their groups, on CPU.
 //
 // Reading the matrices takes longer than the products. XLA copies a matrix that a loop slices out of
-// an array; here matrices are read where they lie, each once, and only those that have rows.
+// an array; here matrices are read where they lie, once for each `kMostRows` rows, and only those that
+// have rows.
 // kernels/experts/blocked_mlp.py calls it. Letters as there: M rows, G groups, K summed over, N columns.
 
 #include <algorithm>

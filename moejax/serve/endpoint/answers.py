@@ -9,8 +9,6 @@ from moejax.serve.endpoint.fields import RefusedError
 from moejax.serve.endpoint.jobs import Job, ServedModel
 from moejax.serve.texts import GrowingText
 
-FINISHED = {"stop": "stop", "length": "length"}
-
 
 class AnswerToken(NamedTuple):
     """A token of an answer.
@@ -77,7 +75,7 @@ class Answer:
             self.finished = "stop"
         elif event.ended is not None:
             text += self._text.end()
-            self.finished = "stop" if self._text.stopped else FINISHED[event.ended]
+            self.finished = "stop" if self._text.stopped else event.ended
         tokens += self._settled()
         return Piece(text, tokens, self.finished) if text or tokens or self.finished else None
 

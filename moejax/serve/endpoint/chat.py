@@ -52,7 +52,7 @@ def read(values: dict[str, Any], model: ServedModel) -> Job:
     scored, top = fields.flag("logprobs"), read_top(fields, "top_logprobs")
     if top is not None and not scored:
         fields.refuse("top_logprobs", top, "It is of logprobs", "Set logprobs, or leave it out")
-    fields.accept(dict(NEUTRAL))
+    fields.accept(NEUTRAL)
     return read_job(
         fields,
         model,

@@ -30,7 +30,7 @@ from moejax.serve.flags import (
 )
 from moejax.serve.placing import place
 from moejax.serve.programs import build_programs
-from moejax.serve.prompts import ChatPrompts, Vocabulary, _open_chat, open_vocabulary
+from moejax.serve.prompts import ChatPrompts, Vocabulary, open_chat, open_vocabulary
 from moejax.serve.texts import TokenTexts
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
@@ -229,7 +229,7 @@ def _chat_prompts(args: argparse.Namespace, chosen: Chosen) -> tuple[ChatPrompts
       InputError: if the template of the command line cannot be used.
     """
     try:
-        return _open_chat(chosen, args.tokenizer, args.chat_template), ""
+        return open_chat(chosen, args.tokenizer, args.chat_template), ""
     except InputError as error:
         if args.chat_template is not None:
             raise

@@ -25,7 +25,7 @@ def read(values: dict[str, Any], model: ServedModel) -> Job:
     tokens = fields.whole("max_tokens", 0, model.positions)
     if tokens == 0 and not echo:
         fields.refuse("max_tokens", 0, "It is 0 only with echo: nothing would be returned")
-    fields.accept(dict(NEUTRAL))
+    fields.accept(NEUTRAL)
     return read_job(
         fields,
         model,

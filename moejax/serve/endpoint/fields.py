@@ -5,11 +5,12 @@ A body comes from anywhere: whatever it holds is read, or refused in one line.
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any, NoReturn
 
 from moejax.errors import InputError
+from moejax.serve.texts import is_unicode
 
 LONGEST_SHOWN = 60  # characters of a value in a message
 
@@ -140,7 +141,7 @@ class Fields:
 
     def checked_text(self, name: str, value: Any) -> str:
         """Returns a value that must be a text of whole characters."""
-        if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
+        if not isinstance(value, str) or not is_unicode(value):
             self.refuse(name, value, "It is a text of Unicode")
         return value
 
@@ -153,7 +154,7 @@ class Fields:
             self.refuse(name, value, "It is an object")
         return Fields(value, f"{self._place}{name}.")
 
-    def accept(self, neutral: dict[str, Collection[Any]]) -> None:
+    def accept(self, neutral: Mapping[str, Collection[Any]]) -> None:
         """Takes fields that have no effect here, as long as their values ask for none."""
         for name, values in neutral.items():
             value = self.get(name)

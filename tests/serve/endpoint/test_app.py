@@ -4,11 +4,13 @@ import json
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
 from moejax.errors import InputError
+from moejax.serve.endpoint import completions
 from moejax.serve.endpoint.app import BODY_BYTES
 from moejax.serve.endpoint.server import listen
 from tests.docs.pages import blocks_of
@@ -500,11 +502,31 @@ def test_an_api_key_is_asked_for():
     with serving(Scripted(), api_key="s3cret-key") as found:
         assert found.ready.wait(10)
         assert found.openai.completions.create(model=NAME, prompt="x").choices[0].text
+        lower = {"Authorization": "bearer s3cret-key"}  # schemes of HTTP ignore case
+        assert found.http.post("/v1/completions", json={"prompt": "x"}, headers=lower).is_success
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret-key"}):
             status, error = refusal(found, {"prompt": "x"}, **given)
             assert (status, error["type"]) == (401, "authentication_error")
             assert found.http.get("/metrics", headers=given).status_code == 401
             assert found.http.get("/health", headers=given).status_code == 200
+
+
+def test_an_answer_that_takes_long_to_build_holds_up_nobody(monkeypatch):
+    building, choice = threading.Event(), completions.choice
+
+    def slow(*arguments):
+        building.set()
+        time.sleep(2)
+        return choice(*arguments)
+
+    monkeypatch.setattr(completions, "choice", slow)
+    with serving(Scripted()) as found, ThreadPoolExecutor() as pool:
+        assert found.ready.wait(10)
+        answer = pool.submit(found.http.post, "/v1/completions", json={"prompt": "x"})
+        assert building.wait(10)
+        assert found.http.get("/health").status_code == 200
+        assert not answer.done()
+        assert answer.result(10).is_success
 
 
 def test_no_request_is_taken_before_programs_are_compiled():

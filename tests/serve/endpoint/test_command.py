@@ -204,6 +204,7 @@ def cpu_seconds(pid):
         (["--eos", "</s>"], "`--eos` has no effect"),
         (["--config.train.seed=3"], "`train.seed` has no effect"),
         (["--host", "203.0.113.7", "--api-key-file", "KEY"], "cannot listen. 203.0.113.7:8000"),
+        (["--host", "x" * 64, "--api-key-file", "KEY"], "cannot listen. xxx"),
     ],
 )
 def test_bad_input_is_one_line_before_a_device_is_touched(run, capsys, monkeypatch, words, said):
