@@ -49,15 +49,18 @@ def run(command: list) -> int:
     """Runs a command until it ends. Returns its exit code, or 128 + N after signal N."""
     for number in STOP:  # a command that starts with one ignored cannot be asked to stop
         signal.signal(number, signal.SIG_DFL)
+    # A thread waits for this host's own signals. A handler of Python would run in this thread, and
+    # a signal just before this thread waits for the command would lie until the next one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP),
     )
-    for number in STOP:  # from this host itself
-        signal.signal(number, lambda number, _: _signal(process, number))
+    threading.Thread(target=_pass_on, args=(process,), daemon=True).start()
     shown = threading.Thread(target=_show, args=(process,), daemon=True)
     shown.start()
     threading.Thread(target=_obey, args=(process,), daemon=True).start()
@@ -84,6 +87,12 @@ def _obey(process: subprocess.Popen) -> None:
     _signal(process, signal.SIGTERM)
     threading.Event().wait(GRACE_SECONDS)
     _signal(process, signal.SIGKILL)
+
+
+def _pass_on(process: subprocess.Popen) -> None:
+    """Passes on the signals that this host itself sends."""
+    while True:
+        _signal(process, signal.sigwait(STOP))
 
 
 def _signal(process: subprocess.Popen, number: int) -> None:
