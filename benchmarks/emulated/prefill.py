@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.emulated.exchange import LAYER, Case, Variants
 from benchmarks.emulated.record import record_cases
+from moejax.serve.programs import CALL_TOKENS, LONG
 
 SHAPES = ((2, 1), (2, 4))  # hosts, devices of each
 RATES = (None, 200, 250, 400)  # Mbit/s; None: not shaped
@@ -39,7 +40,7 @@ def case(hosts: int, devices: int, rate: int | None) -> Case:
     """All variants of one cluster at one rate."""
     variants: Variants = {
         name_of(work, chunks): (
-            "extend",
+            "gathered",
             {"route_chunks": chunks, "moe.expert_hidden": hidden},
         )
         for work, hidden in EXPERTS.items()
@@ -47,7 +48,8 @@ def case(hosts: int, devices: int, rate: int | None) -> Case:
     }
     mesh = {"mesh.expert": hosts, "mesh.tensor": devices, "mesh.nodes": hosts, "route": "split"}
     config = LAYER | MODEL | mesh | {"moe.num_experts": EXPERTS_A_HOST * hosts}
-    return Case("prefill", hosts, devices, rate, config, (hosts, 512), variants, rounds=7)
+    rows = CALL_TOKENS // LONG * hosts
+    return Case("prefill", hosts, devices, rate, config, (rows, LONG), variants, rounds=7)
 
 
 def name_of(work: str, chunks: int) -> str:

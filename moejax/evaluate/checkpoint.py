@@ -40,6 +40,7 @@ class Chosen(NamedTuple):
     cfg: Config
     notes: list[str]
     base: Source | None = None  # the frozen weights, if the checkpoint has adapters
+    names_mesh: bool = False  # whether settings name an axis of the mesh
 
 
 def choose(
@@ -58,6 +59,23 @@ def choose(
     Raises:
       InputError: if there is none, or a setting does not fit it.
     """
+    values = checked_settings(overrides, read)
+    saved, notes = latest_intact(run, step, values.get("checkpoint.verify", "full"), processes)
+    if "config" not in saved.manifest:
+        raise InputError(
+            f"checkpoint has no config. {saved.path} does not say what model it is of. moejax "
+            f"writes that into the manifest. Name a checkpoint of moejax train or moejax hf import."
+        )
+    cfg = evaluation_config(from_dict(saved.manifest["config"]), values)
+    check(cfg, trained=False)
+    base = frozen_source(saved, cfg, values.get("checkpoint.init_from"), processes)
+    if base is not None:
+        notes.append(f"adapters from {saved.path}, frozen weights from {base.path}")
+    return Chosen(saved, cfg, notes, base, names_mesh(values))
+
+
+def checked_settings(overrides: Iterable[str], read: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the values of overrides. Refuses those without one of the prefixes in `read`."""
     values = parse_overrides(overrides)
     for name in values:
         if not name.startswith(read):
@@ -65,26 +83,12 @@ def choose(
                 f"`{name}` has no effect. It is set for a command that reads "
                 f"{', '.join(part.rstrip('.') for part in read)}. Leave it out."
             )
-    saved, notes = latest_intact(run, step, values.get("checkpoint.verify", "full"), processes)
-    if "config" not in saved.manifest:
-        raise InputError(
-            f"checkpoint has no config. {saved.path} does not say what model it is of. moejax "
-            f"writes that into the manifest. Name a checkpoint of moejax train or moejax hf import."
-        )
-    trained = from_dict(saved.manifest["config"])
-    for name, value in values.items():
-        if name in SHAPES and value != get_value(trained, name):
-            raise InputError(
-                f"`{name}` is fixed by the weights. Got {value}, {saved.path} has "
-                f"{get_value(trained, name)}. A model is read in the shape that it was trained in. "
-                f"Leave it out."
-            )
-    cfg = evaluation_config(trained, values)
-    check(cfg, trained=False)
-    base = frozen_source(saved, cfg, values.get("checkpoint.init_from"), processes)
-    if base is not None:
-        notes.append(f"adapters from {saved.path}, frozen weights from {base.path}")
-    return Chosen(saved, cfg, notes, base)
+    return values
+
+
+def names_mesh(settings: Iterable[str]) -> bool:
+    """Returns whether one of the settings' names is that of a mesh axis."""
+    return any(name in MESH for name in settings)
 
 
 def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
@@ -92,10 +96,20 @@ def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
 
     The run's mesh stays. If a setting names an axis, the settings describe the whole mesh: other
     axes have one device, and replica takes the remaining devices. See also `on_all_devices`.
+
+    Raises:
+      InputError: if a setting does not fit the weights.
     """
+    for name, value in values.items():
+        if name in SHAPES and value != get_value(cfg, name):
+            raise InputError(
+                f"`{name}` is fixed by the weights. Got {value}, the model has "
+                f"{get_value(cfg, name)}. A model is read in the shape that it was trained in. "
+                f"Leave it out."
+            )
     # Nothing is planned, and an evaluation has no codecs.
     cfg = change(cfg, {"plan": PlanConfig(mode="hand"), "compression": CompressionConfig()})
-    if any(name in MESH for name in values):
+    if names_mesh(values):
         cfg = change(cfg, {name: fields()[name].default for name in OF_MESH})
         cfg = change(cfg, {"mesh.replica": None})
     return change(cfg, values)

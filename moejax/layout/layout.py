@@ -55,6 +55,7 @@ class Layout:
     stripe: int = 0  # positions
     sequence_sharded: bool = True
     expert_weights: str = "hidden"
+    gathered: bool = False  # devices hold all that they would gather to use: for generation
 
     @property
     def mesh_axes(self) -> Axes:
@@ -110,16 +111,17 @@ class Layout:
         Other parameters: width over (fsdp, expert); heads, hidden width and vocabulary over tensor.
           Matrices from a latent to heads have no width: there the latent is over these axes.
         Factors of adapters: each dimension as in the weight, and the rank is not sharded.
-        Parameters of one dimension are not sharded.
+        Parameters of one dimension are not sharded. Where weights are gathered no width is.
         """
         if len(dims) == 1:
             return ((),)
+        width = () if self.gathered else self.stage + self.fsdp
         if dims[0] == "E":
             hidden = self.tensor if self.hidden_over_tensor else ()
-            rules = {"E": self.expert_owner_axes, "D": self.stage + self.fsdp, "F": hidden}
+            rules = {"E": self.expert_owner_axes, "D": width, "F": hidden}
         else:
             # A latent that a matrix ends at is not sharded, nor in a factor of its adapter.
-            width = self.stage + self.fsdp + self.expert
+            width = () if self.gathered else width + self.expert
             rules = {"Z" if dims[0] == "Z" else "D": width}
             rules |= dict.fromkeys("HGFV", self.tensor)
         return tuple(rules.get(letter, ()) for letter in dims)
@@ -152,7 +154,7 @@ def is_product(dims: str) -> bool:
     return len(own) > 1 and not {"D", "Z", RANK}.isdisjoint(own)
 
 
-def build_layout(mesh: MeshConfig) -> Layout:
+def build_layout(mesh: MeshConfig, *, gathered: bool = False) -> Layout:
     """Returns the layout of a resolved mesh (every axis size known).
 
     Devices fill nodes in mesh order, so an axis may lie inside a node, cross nodes, or do both. An
@@ -183,6 +185,7 @@ def build_layout(mesh: MeshConfig) -> Layout:
         stripe=mesh.context_stripe if mesh.context > 1 else 0,
         sequence_sharded=mesh.activations == "sequence",
         expert_weights=mesh.expert_weights,
+        gathered=gathered,
     )
 
 

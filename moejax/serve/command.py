@@ -19,10 +19,8 @@ from moejax.serve.flags import (
     add_settings,
     add_tokenizer,
     choose_model,
-    load_weights,
+    load_model,
 )
-from moejax.serve.placing import place
-from moejax.serve.programs import build_programs
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
 from moejax.serve.samples import Sample, check_routing_file, draw_texts, write_routing
 from moejax.serve.sampling import Sampling
@@ -141,7 +139,14 @@ def _run(
     ]
     stream = args.stream and processes.first
     shown = texts[0] + vocabulary.between if stream else None
-    samples, seconds = _draw(requests, chosen, vocabulary, args.stop, processes, shown)
+    form = {
+        "slots": min(len(requests), cfg.train.batch_sequences),
+        "positions": max(len(request.ids) + request.tokens for request in requests),
+        "allowed": vocabulary.allowed,
+    }
+    programs, state = load_model(chosen, processes, console, **form)
+    batch = Batch(programs, state, processes)
+    samples, seconds = _draw(requests, batch, vocabulary, args.stop, shown)
     if processes.first and args.routing is not None:
         layers = [n for n, kind in enumerate(block_kinds(cfg.model)) if kind.mlp == "moe"]
         write_routing(args.routing, samples, layers=layers, num_experts=cfg.moe.num_experts)
@@ -155,25 +160,16 @@ def _run(
 
 def _draw(
     requests: list[Request],
-    chosen: Chosen,
+    batch: Batch,
     vocabulary: Vocabulary,
     stops: list[str],
-    processes: Processes,
     shown: str | None,
 ) -> tuple[list[Sample], float]:
-    """Starts devices, reads the weights, and draws the texts. Returns samples and seconds.
+    """Draws the texts. Returns samples and seconds.
 
     Args:
       shown: printed in front of the only text, which is printed while it grows; None: nothing is.
     """
-    placed = place(chosen, processes)
-    programs = build_programs(
-        *placed,
-        slots=min(len(requests), placed.cfg.train.batch_sequences),
-        positions=max(len(request.ids) + request.tokens for request in requests),
-        allowed=vocabulary.allowed,
-    )
-    batch = Batch(programs, load_weights(programs, chosen, processes), processes)
     began = time.monotonic()
 
     def show(_: int, characters: str) -> None:

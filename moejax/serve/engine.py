@@ -11,11 +11,27 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from moejax.checkpoint.find import Saved
+from moejax.config.checks import check
+from moejax.config.checks.planned import EXCHANGE, LAYOUT
 from moejax.errors import InputError
-from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, evaluation_config, read_weights
+from moejax.evaluate.checkpoint import (
+    FORWARD,
+    Chosen,
+    checked_settings,
+    choose,
+    evaluation_config,
+    names_mesh,
+    read_weights,
+)
 from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.batch import Batch, Request
-from moejax.serve.placing import PlacedModel, check_overrides, place, place_beside
+from moejax.serve.placing import (
+    PlacedModel,
+    check_overrides,
+    place,
+    place_beside,
+    place_weights,
+)
 from moejax.serve.programs import SHORT, Programs, build_programs
 from moejax.serve.prompts import Vocabulary, check_length, encode_prompts, open_vocabulary
 from moejax.serve.samples import Sample, draw_samples, draw_texts
@@ -28,6 +44,8 @@ from moejax.train.records.summary import check_memory
 from moejax.train.start import check_simulated_devices
 
 Prompt = str | Sequence[int]  # a text, or ids
+# Settings for weights of a run in memory, whose devices are given.
+IN_MEMORY = (*LAYOUT, "mesh.nodes", *EXCHANGE, "route_trim", "model.dtype")
 
 
 @runtime_checkable
@@ -86,15 +104,18 @@ class Engine:
         A run in memory keeps its state. Its weights are copied layer by layer into
         `model.dtype`; arrays that are in it already are shared and not copied. A device holds the
         state, the copy and one further layer meanwhile; then the state, the copy, and a cache of
-        keys and values while it writes. The model runs on the run's mesh, whose pipeline stages
-        become shards.
+        keys and values while it writes.
+
+        The model runs on the run's mesh, whose pipeline stages become shards. If devices have
+        room they hold all that training gathers, so that no call gathers weights; else experts
+        are spread over fsdp as well, if they divide.
 
         Args:
           run: a run directory, an imported folder, or one checkpoint; or what `run_training`
             returned or calls a function with. One that had ended before is read from its directory.
           step: its checkpoint of this step; None: the newest.
           overrides: settings of the mesh and of computing, as `mesh.tensor=2` or
-            `model.dtype=float32`.
+            `model.dtype=float32`. Those of a run in memory leave its devices as they are.
           processes: the program's, if several read a checkpoint together.
         Raises:
           InputError: if there is no whole checkpoint, a setting does not fit it, or the copy does
@@ -130,28 +151,38 @@ class Engine:
         overrides: tuple[str, ...],
     ) -> None:
         """Takes the weights of a run in memory."""
-        if step is not None or overrides:
+        if step is not None:
             raise InputError(
-                f"`step` and `overrides` have no effect. Got {step} and {list(overrides)} for a "
-                f"run in memory. Its weights run as it trains them. Leave both out, or name the "
-                f"run's directory."
+                f"`step` has no effect. Got {step} for a run in memory. It has the weights of its "
+                f"last step. Leave it out, or name the run's directory."
             )
         self._processes = run.processes
         path = Path(run.run_dir) / "checkpoints" / str(int(state.step))
-        chosen = Chosen(Saved(int(state.step), path, {}), evaluation_config(train_step.cfg, {}), [])
+        settings = checked_settings(overrides, IN_MEMORY)
+        cfg = evaluation_config(train_step.cfg, settings)
+        if settings:
+            check(cfg, trained=False)
+        saved = Saved(int(state.step), path, {})
+        chosen = Chosen(saved, cfg, [], names_mesh=names_mesh(settings))
         placed = place_beside(train_step, chosen.cfg, run.processes)
         self._begin(chosen, placed, beside=local_bytes(train_step.abstract))
         self.update(state)
 
     def _begin(self, chosen: Chosen, placed: PlacedModel, *, beside: int) -> Programs:
         """Describes the functions, and checks that the weights fit beside so many bytes."""
-        self._chosen, self._placed = chosen, placed
+        self._chosen, self.vocab_size = chosen, placed.cfg.model.vocab_size
         self.path, self.step = Path(chosen.saved.path), chosen.saved.step
-        self.vocab_size = placed.cfg.model.vocab_size
+        usual = {
+            "slots": placed.cfg.train.batch_sequences,
+            "positions": placed.cfg.data.sequence_length,
+            "allowed": self.vocab_size,
+        }
+        given = {"named": chosen.names_mesh, "beside": beside, **usual}
+        self._placed, _ = place_weights(placed, self._processes, **given)
         programs = self._programs(1, 1, self.vocab_size)
         beside += programs.bytes_beside_weights()
         check_memory(programs.train_step, self._processes, gradients=False, beside=beside)
-        self._separator = Separator(programs.stored, self._processes)
+        self._separator = Separator(programs.train_step, self._processes)
         return programs
 
     def update(self, state: TrainState) -> None:
@@ -164,7 +195,7 @@ class Engine:
         Raises:
           InputError: if it is of another model.
         """
-        held = self._separator.stored.abstract
+        held = self._programs(1, 1, self.vocab_size).stored.abstract
         shapes = [
             jax.tree.map(lambda x: x.shape, (one.params, one.router_bias, one.frozen))
             for one in (state, held)

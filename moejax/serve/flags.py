@@ -2,9 +2,11 @@
 
 import argparse
 
+from rich.console import Console
+
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
 from moejax.runtime.processes import Processes
-from moejax.serve.placing import check_overrides
+from moejax.serve.placing import check_overrides, place, place_weights
 from moejax.serve.programs import Programs
 from moejax.step.state import TrainState
 from moejax.train.records.summary import check_memory
@@ -46,12 +48,23 @@ def choose_model(args: argparse.Namespace, overrides: list[str], processes: Proc
     return chosen
 
 
-def load_weights(programs: Programs, chosen: Chosen, processes: Processes) -> TrainState:
-    """Returns a checkpoint's weights as the programs take them.
+def load_model(
+    chosen: Chosen, processes: Processes, console: Console, **form: int
+) -> tuple[Programs, TrainState]:
+    """Starts the devices. Returns the compiled functions and the weights of a checkpoint.
 
+    Args:
+      console: is told where weights lie, if there are several devices.
+      form: slots, positions and allowed ids, as of `build_programs`.
     Raises:
-      InputError: if devices have no room for them and the cache.
+      InputError: if devices have no room for the weights and the cache.
     """
+    placed, named = place(chosen, processes), chosen.names_mesh
+    placed, programs = place_weights(placed, processes, named=named, **form)
+    if placed.mesh.size > 1:
+        axes = ", ".join(f"{axis} {size}" for axis, size in placed.mesh.shape.items() if size > 1)
+        gathers = "no call gathers" if placed.gathered else "each call gathers"
+        console.print(f"mesh: {axes}; {gathers} weights", highlight=False)
     beside = programs.bytes_beside_weights()
     check_memory(programs.train_step, processes, gradients=False, beside=beside)
-    return programs.take(read_weights(chosen, programs.stored, processes), processes)
+    return programs, programs.take(read_weights(chosen, programs.stored, processes), processes)

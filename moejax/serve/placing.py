@@ -1,13 +1,14 @@
 """The devices and the mesh on which a checkpoint's model generates."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
 from moejax.config.checks import resolve_mesh
+from moejax.config.checks.mesh import check_expert_axis
 from moejax.config.load import parse_overrides
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError
@@ -16,7 +17,11 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import ALONE, Processes
 from moejax.runtime.start import platform_of, start
+from moejax.serve.programs import Programs, build_programs
 from moejax.step.train_step import TrainStep
+from moejax.train.records.summary import memory_limit
+
+ROOM = 0.9  # of a device's memory that weights and cache may take where no call gathers weights
 
 # Settings of the forward pass that generation decides by itself, and why.
 DECIDED = {
@@ -27,11 +32,61 @@ DECIDED = {
 
 
 class PlacedModel(NamedTuple):
-    """The config, mesh and platform of a model on devices."""
+    """The config, mesh and platform of a model on devices, and how they hold its weights."""
 
     cfg: Config  # with its mesh resolved
     mesh: Mesh
     platform: str
+    gathered: bool = False  # as in `Layout`
+
+
+def place_weights(
+    placed: PlacedModel, processes: Processes, *, named: bool, beside: int = 0, **form: int
+) -> tuple[PlacedModel, Programs]:
+    """Returns a mesh for generation on the same devices, and the programs of a form there.
+
+    A call for a few tokens would take longer to gather weights than to multiply by them. So the
+    layout is the first of these whose weights and cache fit the devices; nothing is checked of the
+    last, the given one:
+
+      1. The given mesh. A device holds all that it would gather: whole dense weights, whole
+         experts. Over fsdp, experts lie in copies.
+      2. The same with experts over fsdp as well: their rows travel further.
+      3. As the second, with dense weights sharded.
+
+    Args:
+      named: whether a user named the mesh, which then stays.
+      beside: bytes that a device holds besides.
+      form: arguments of `build_programs`.
+    """
+    limit = memory_limit(processes) * ROOM - beside
+    for one in _layouts(placed, named):
+        programs = build_programs(*one, **form)
+        held = sum(programs.train_step.argument_bytes().values())
+        if held + programs.bytes_beside_weights() <= limit:
+            return one, programs
+    return placed, build_programs(*placed, **form)
+
+
+def _layouts(placed: PlacedModel, named: bool) -> Iterator[PlacedModel]:
+    """Yields layouts in which calls gather less than in the given one."""
+    cfg = placed.cfg
+    if cfg.mesh.fsdp * cfg.mesh.expert == 1:
+        return
+    yield placed._replace(gathered=True)
+    merged = replace(cfg.mesh, fsdp=1, expert=cfg.mesh.fsdp * cfg.mesh.expert)
+    wider = replace(cfg, mesh=merged)
+    if named or merged == cfg.mesh or not cfg.model.has_experts:
+        return
+    try:
+        check_expert_axis(wider)
+        wider = resolve_mesh(wider, placed.mesh.size, placed.platform)
+    except InputError:  # the experts do not divide, or sequences are shared over fsdp alone
+        return
+    devices = placed.mesh.devices.flatten().tolist()
+    other = PlacedModel(wider, build_mesh(build_layout(wider.mesh), devices), placed.platform)
+    yield other._replace(gathered=True)
+    yield other
 
 
 def place(chosen: Chosen, processes: Processes = ALONE) -> PlacedModel:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import context, wire
@@ -172,7 +172,7 @@ class Programs:
 
     def take(self, state: TrainState, processes: Processes = ALONE) -> TrainState:
         """Returns a state of `stored` as the functions take it; deletes its arrays."""
-        return Separator(self.stored, processes).take(state)
+        return Separator(self.train_step, processes).take(state)
 
     def place(self, arrays: Any) -> Any:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""
@@ -274,12 +274,21 @@ def _last_logits(transformer: Any, x_RTD: jax.Array, w_Dv: Any, tokens: NewToken
 
 
 def build_programs(
-    cfg: Config, mesh: Mesh, platform: str, *, slots: int, positions: int, allowed: int
+    cfg: Config,
+    mesh: Mesh | AbstractMesh,
+    platform: str,
+    gathered: bool = False,
+    *,
+    slots: int,
+    positions: int,
+    allowed: int,
 ) -> Programs:
     """Describes the functions; allocates nothing.
 
     Args:
       cfg: config of a run, with its mesh resolved.
+      mesh: an AbstractMesh is enough to trace the functions.
+      gathered: as in `Layout`. Weights as a checkpoint has them are sharded all the same.
       slots: texts that are continued at a time, on all devices; rounded up to what they share.
       positions: the most of a text, its prompt included; rounded up.
     """
@@ -301,7 +310,7 @@ def build_programs(
     lora = dataclasses.replace(cfg.lora, base_dtype=dtype, targets=targets_apart(stored))
     cfg = dataclasses.replace(cfg, lora=lora)
     apart, single = (
-        build_step(one, mesh, platform, stacked=False).of_weights(dtype)
+        build_step(one, mesh, platform, stacked=False, gathered=gathered).of_weights(dtype)
         for one in (cfg, _for_single_tokens(cfg, layout))
     )
     return Programs(stored, apart, single, own, positions, allowed)

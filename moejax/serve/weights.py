@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from moejax.comm.weights.adapters import Adapter
 from moejax.config.pattern import layer_groups
 from moejax.runtime.processes import ALONE, Processes
-from moejax.step.adapters import full_name, matrices_in
+from moejax.step.adapters import full_name
 from moejax.step.state import TrainState, Tree
 from moejax.step.train_step import TrainStep
 
@@ -22,13 +22,10 @@ from moejax.step.train_step import TrainStep
 class Separator:
     """Cuts the stacked weights of a run into layers. A further state compiles nothing."""
 
-    def __init__(self, stored: TrainStep, processes: Processes = ALONE):
-        """Takes the functions for weights as a checkpoint has them; several processes share it."""
-        self.stored, self._processes = stored, processes
+    def __init__(self, apart: TrainStep, processes: Processes = ALONE):
+        """Takes the functions for weights with each layer apart; several processes share it."""
+        self._apart, self._processes = apart, processes
         self._made: dict[Any, Any] = {}
-        held, dims, dtype = stored.abstract, stored.model.frozen_dims, stored.cfg.model.dtype
-        frozen = None if held.frozen is None else matrices_in(dtype, dims, held.frozen)
-        self._held = held._replace(frozen=frozen)  # frozen matrices as they multiply
 
     def take(self, state: TrainState, *, keep: bool = False) -> TrainState:
         """Returns the weights of a state with each layer apart. All processes call it.
@@ -37,38 +34,43 @@ class Separator:
         Arrays that need no change are handed on, and not copied.
 
         Args:
-          state: a state as `stored` describes it, or one of a run on the same devices, in any
-            dtype and layout: that of pipeline stages, for example.
+          state: a state of a run on the same devices, in any dtype and layout: that of pipeline
+            stages, for example.
           keep: whether the state lives on. If not, its arrays are deleted as they are cut. Either
             way a device holds one further layer at a time beside its arguments and results.
         """
-        parts = ("params", "router_bias", "frozen")
+        held = self._apart.abstract
         taken = {
-            part: self._apart(getattr(state, part), getattr(self._held, part), keep)
-            for part in parts
+            part: self._taken(getattr(state, part), getattr(held, part), keep)
+            for part in ("params", "router_bias", "frozen")
         }
         return state._replace(optimizer=(), reduction=None, **taken)
 
-    def _apart(self, tree: Tree, held: Tree, keep: bool) -> Tree:
-        """Cuts the stacked weights of each layer group into groups of one repeat."""
-        if tree is None or "groups" not in tree:
-            return tree
-        whole = {name: part for name, part in held.items() if name != "groups"}
+    def _taken(self, tree: Tree, held: Tree, keep: bool) -> Tree:
+        """Moves weights, and cuts the stacked ones of a layer group into groups of one repeat."""
+        if tree is None:
+            return None
+        taken = {
+            name: jax.tree.map(partial(self._moved, keep=keep), part, tree[name])
+            for name, part in held.items()
+            if name != "groups"
+        }
+        if "groups" in tree:
+            taken["groups"] = self._layers(tree["groups"], held["groups"], keep)
+        return taken
+
+    def _layers(self, groups: Tree, held: Tree, keep: bool) -> Tree:
         apart, first = {}, 0
-        for number, (_, repeats) in enumerate(layer_groups(self.stored.cfg.model)):
-            if number in tree["groups"]:
+        for number, (_, repeats) in enumerate(layer_groups(self._apart.cfg.model)):
+            if number in groups:
                 cut = partial(self._cut, repeats=repeats, keep=keep)
-                layers = jax.tree.map(cut, held["groups"][number], tree["groups"][number])
+                layers = jax.tree.map(cut, held[first], groups[number])
                 for repeat in range(repeats):
                     apart[first + repeat] = jax.tree.map(
-                        lambda _, own, repeat=repeat: own[repeat], held["groups"][number], layers
+                        lambda _, own, repeat=repeat: own[repeat], held[first], layers
                     )
             first += repeats
-        moved = {
-            name: jax.tree.map(partial(self._moved, keep=keep), part, tree[name])
-            for name, part in whole.items()
-        }
-        return {**moved, "groups": apart}
+        return apart
 
     def _cut(self, held: Any, stacked: jax.Array, *, repeats: int, keep: bool) -> list[jax.Array]:
         """Returns an array's parts of one repeat each."""

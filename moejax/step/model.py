@@ -116,11 +116,12 @@ def build_spec(
     codecs: Codecs | None,
     *,
     stacked: bool = True,
+    gathered: bool = False,
     rounds: bool = True,
     documents: float = 1.0,
 ) -> StepSpec:
     """Returns the spec for a config and its devices; arguments as in `build_step`."""
-    layout = build_layout(cfg.mesh)
+    layout = build_layout(cfg.mesh, gathered=gathered)
     chosen = {
         name: choice.implementation
         for name, choice in select_kernels(cfg, hardware_of(mesh, platform)).items()

@@ -262,6 +262,7 @@ def build_step(
     codecs: Codecs | None = None,
     *,
     stacked: bool = True,
+    gathered: bool = False,
     rounds: bool = True,
     documents: float = 1.0,
 ) -> TrainStep:
@@ -272,11 +273,12 @@ def build_step(
       platform: "cpu", "gpu" or "tpu"; decides the kernels, together with the devices.
       codecs: codecs of its steps; by default those of the first step.
       stacked: whether the repeats of a layer group share arrays, as in a checkpoint.
+      gathered: as in `Layout`; for functions without gradients.
       rounds: as in `StepSpec`.
       documents: as in `StepSpec`.
     """
-    priced = {"rounds": rounds, "documents": documents}
-    spec = build_spec(cfg, mesh, platform, codecs, stacked=stacked, **priced)
+    form = {"stacked": stacked, "gathered": gathered, "rounds": rounds, "documents": documents}
+    spec = build_spec(cfg, mesh, platform, codecs, **form)
     model, weights, router_bias = describe_model(cfg, spec)
     shapes, specs = _describe_state(model, weights, router_bias)
     abstract = jax.tree.map(

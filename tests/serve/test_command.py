@@ -43,6 +43,7 @@ def test_a_prompt_is_continued_as_text_as_json_and_while_it_grows(run, capsys):
     shown = generated(capsys, run, "--prompt", "def ")
     assert shown.out == f"def {text['text']}\n"
     assert "tokens in" in shown.err
+    assert "mesh: replica 2, expert 2, tensor 2; no call gathers weights\n" in shown.err
     assert generated(capsys, run, "--prompt", "def ", "--stream").out == shown.out
 
 

@@ -201,6 +201,31 @@ def test_an_error_ends_the_run_which_goes_on_from_its_checkpoint(sampled, tmp_pa
         moejax.run_training(cfg, on_step=fail, every=0)
 
 
-def test_settings_of_a_checkpoint_are_refused_for_a_run_in_memory(sampled):
-    with pytest.raises(InputError, match="`step` and `overrides` have no effect"):
-        moejax.Engine(sampled[0], overrides=["model.dtype=float32"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mesh.simulated_devices=4", "`mesh.simulated_devices` has no effect"),
+        ("model.width=64", "`model.width` has no effect"),
+        ("mesh.expert=3", "4 experts on an expert axis of 3"),
+    ],
+)
+def test_settings_that_weights_in_memory_cannot_have_are_refused(sampled, override, message):
+    with pytest.raises(InputError, match=message):
+        moejax.Engine(sampled[0], overrides=[override])
+
+
+def test_a_step_of_a_run_in_memory_is_refused(sampled):
+    with pytest.raises(InputError, match=r"`step` has no effect\. Got 2 for a run in memory"):
+        moejax.Engine(sampled[0], step=2)
+
+
+@pytest.mark.parametrize("overrides", [["mesh.expert=4"], ["mesh.expert=2", "mesh.tensor=4"]])
+def test_weights_in_memory_move_to_a_mesh_that_is_named(sampled, overrides):
+    """A run on 2 copies of 2 x 2 devices, expert and tensor."""
+    run, token_T = sampled[0], [7, 8, 9, 10]
+    trained, moved = moejax.Engine(run), moejax.Engine(run, overrides=overrides)
+    wanted = trained.logits(token_T)
+    np.testing.assert_allclose(moved.logits(token_T), wanted, rtol=0, atol=CLOSE * wanted.max())
+    rule = moejax.Sampling(temperature=1.0, seed=6)
+    drawn, again = (e.sample([token_T], tokens=6, sampling=rule) for e in (trained, moved))
+    assert drawn[0].ids == again[0].ids

@@ -31,7 +31,7 @@ def test_layers_are_apart_and_frozen_matrices_in_the_dtype_of_their_products(tar
     abstract = programs.stored.abstract
     whole = on_mesh(drawn, programs.stored)
     given = by_name(whole.frozen)
-    apart = Separator(programs.stored).take(whole)
+    apart = Separator(programs.train_step).take(whole)
     for part in ("params", "frozen"):
         wanted = by_name(getattr(drawn, part))
         found = by_name(getattr(apart, part))

@@ -26,10 +26,8 @@ from moejax.serve.flags import (
     add_settings,
     add_tokenizer,
     choose_model,
-    load_weights,
+    load_model,
 )
-from moejax.serve.placing import place
-from moejax.serve.programs import build_programs
 from moejax.serve.prompts import ChatPrompts, Vocabulary, open_chat, open_vocabulary
 from moejax.serve.texts import TokenTexts
 
@@ -160,9 +158,9 @@ def _run(
     notes = [] if chat is not None else [f"no chat: {no_chat}"]
     for note in (*chosen.notes, *notes):
         console.print(note, highlight=False, soft_wrap=True)
-    placed, allowed = place(chosen, processes), vocabulary.allowed
-    programs = build_programs(*placed, slots=args.slots, positions=positions, allowed=allowed)
-    batch = Batch(programs, load_weights(programs, chosen, processes), processes)
+    form = {"slots": args.slots, "positions": positions, "allowed": vocabulary.allowed}
+    programs, state = load_model(chosen, processes, console, **form)
+    batch = Batch(programs, state, processes)
 
     def prepare(batch: Batch) -> None:
         warm_up(batch, programs, lambda case, of: _tell(console, case, of))

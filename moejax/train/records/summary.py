@@ -180,15 +180,12 @@ def check_memory(
       gradients: whether gradients are computed: an evaluation has none.
       beside: bytes that a device holds beside the weights: keys and values, or copies of weights.
     Returns:
-      The bytes that a device may use: the smallest number over all devices.
+      `memory_limit`.
 
     Raises:
       InputError: in all processes, if they do not fit.
     """
-    hosts, devices = processes.hosts(), jax.local_devices()
-    together = hosts.count(hosts[processes.index])
-    memory = min(device_memory(device, together * len(devices)) for device in devices)
-    limit = min(processes.gather(memory))
+    limit = memory_limit(processes)
     arguments = train_step.argument_bytes()
     needed = sum(arguments.values()) + beside
     held = "weights and what stands beside them" if beside else "weights"
@@ -204,6 +201,14 @@ def check_memory(
             f"{'machines' if simulated else 'devices'}, or make the model smaller."
         )
     return limit
+
+
+def memory_limit(processes: Processes) -> int:
+    """Returns the bytes that a device may use: the smallest number over all devices."""
+    hosts, devices = processes.hosts(), jax.local_devices()
+    together = hosts.count(hosts[processes.index])
+    memory = min(device_memory(device, together * len(devices)) for device in devices)
+    return min(processes.gather(memory))
 
 
 def memory_warnings(summary: Summary, limit: int) -> list[str]:
