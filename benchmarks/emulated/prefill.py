@@ -163,8 +163,6 @@ def experts_met(sources: int, chunks: int, draws: int = 50) -> float:
 def page(record: dict[str, Any]) -> str:
     """The results as Markdown."""
     machine = record["machine"]
-    one = record["results"][0]["found"][name_of("working", 1)]
-    dense = (one["counted"] - one["exchanged"]) / one["counted"]
     lines = [
         "# Prefill in chunks of few experts",
         "",
@@ -176,9 +174,7 @@ def page(record: dict[str, Any]) -> str:
         "256 tokens a host in a call; median and range of 7 rounds. Wire: counted bytes of the "
         "exchange over the rate. Experts: working less idle, one chunk, links not shaped. At best: "
         "a plain call over one in which the shorter of both is hidden, and nothing else changes. "
-        f"Dense weights are gathered across hosts in every call, {dense:.0%} of the bytes that "
-        "cross: they are no part of the wire here, and no chunk hides them. Other programs: their "
-        "share of the CPUs while a case ran. "
+        "No call gathers weights. Other programs: their share of the CPUs while a case ran. "
         f"Wanted: {BAR} x plain prefill where wire and experts each take more than {SHARE:.0%} of "
         "a call.",
         "",

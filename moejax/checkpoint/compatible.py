@@ -35,6 +35,7 @@ FREE = (
     "model.remat",
     "model.scan_layers",
     "moe.headroom",
+    "moe.slots",
     "moe.implementation",
     "lora.base_dtype",
     "kernels",

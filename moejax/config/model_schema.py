@@ -275,6 +275,13 @@ class MoEConfig:
         "rounds",
         at_least=1.0,
     )
+    slots: int = setting(
+        0,
+        "places of each device with experts for copies of hot experts of other devices, planned "
+        "from each micro-batch's choices",
+        at_least=0,
+        at_most=3,
+    )
     implementation: str = setting(
         "auto",
         "implementation of the experts' matrix products; _e4m3: forward products in e4m3",

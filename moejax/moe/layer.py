@@ -8,6 +8,7 @@ tensor rank takes its own positions, or all positions if the route is `replicate
    (`moe.router.jitter_noise`) and a bias if the config asks for them.
 2. Choice: `moe.router.route` chooses K experts for each token and their weights. With a capacity,
    `moe.dispatch.drop_above` drops the choices above it.
+   With slots, `moe.copies.spread` sends some choices of hot experts to copies of them.
 3. Bucket sizes: `moe.dispatch.moe_ffn` takes static sizes from `moe.sizes.usual_sizes`. If routing
    could overflow them, `moe.sizes.fitting` finds the choices that fit. For the others steps 4 to 7
    run again, in rounds of small buckets (`comm.tokens.rounds.with_rounds`).
@@ -52,6 +53,7 @@ from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
+from moejax.moe.copies import spread
 from moejax.moe.dispatch import Overflow, drop_above, moe_ffn
 from moejax.moe.sizes import expert_capacity
 
@@ -146,8 +148,10 @@ class MoE(nnx.Module):
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
+        place_NK, experts, places = spread(expert_NK, weights.experts, moe, layout)
+        settings = places, self.spec
         y_ND, overflow = moe_ffn(
-            x_ND, routing.weight_NK, expert_NK, weights.experts, moe, self.spec, clamp=self.clamp
+            x_ND, routing.weight_NK, place_NK, experts, *settings, clamp=self.clamp
         )
         y_BtD = y_ND.reshape(x_BtD.shape)
 

@@ -301,7 +301,7 @@ def build_programs(
     cfg = dataclasses.replace(
         cfg,
         # Dropless, so that no text depends on the others.
-        moe=dataclasses.replace(cfg.moe, capacity_factor=None),
+        moe=dataclasses.replace(cfg.moe, capacity_factor=None, slots=0),
         data=dataclasses.replace(cfg.data, sequence_length=positions),
         train=dataclasses.replace(cfg.train, batch_sequences=own * devices, micro_batches=1),
     )

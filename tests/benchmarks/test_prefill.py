@@ -1,10 +1,12 @@
-"""The page of prefill in chunks: what its record gives, from all cases, and its arithmetic."""
+"""The pages of prefill in chunks and of calls without gathers: records, cases, arithmetic."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from benchmarks.emulated import decode
 from benchmarks.emulated.prefill import CHUNKS, EXPERTS, RATES, SHAPES, Parts, case, name_of, page
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -37,3 +39,15 @@ def test_chunks_send_the_same_rows_whatever_the_experts():
 )
 def test_at_best_the_shorter_of_wire_and_experts_is_hidden(parts, bound):
     assert parts.bound == pytest.approx(bound)
+
+
+def test_the_page_of_calls_without_gathers_is_that_of_its_record():
+    record = json.loads((RESULTS / "decode.json").read_text())
+    assert (RESULTS / "decode.md").read_text() == decode.page(record)
+    wanted = [
+        json.loads(json.dumps(asdict(decode.case(t, r))))
+        for t in decode.CALLS
+        for r in decode.RATES
+    ]
+    assert [result["case"] for result in record["results"]] == wanted
+    assert decode.ratio([4.0, 9.0, 5.0], [2.0, 3.0, 1.0]) == "3.00 x (2.00 to 5.00)"

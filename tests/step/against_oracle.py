@@ -85,7 +85,7 @@ def oracle_case(cfg, bias):
 def check_against_oracle(cfg, bias=(), *, path, terms=TERMS):
     """Compares loss, loads and gradients; of `path` see `only`, of `terms` `assert_close`."""
     # Neither mesh nor route changes what is right, so all of them share one oracle run.
-    moe = dataclasses.replace(cfg.moe, capacity_factor=None)
+    moe = dataclasses.replace(cfg.moe, capacity_factor=None, slots=0)
     plain = dataclasses.replace(cfg, mesh=MESH_OF_ONE, moe=moe, **NO_ROUTE)
     state, batch, told, wanted = oracle_case(plain, bias)
     train_step = step_for(cfg)

@@ -57,7 +57,7 @@ _OF_AXES: tuple[_Effect, ...] = (
         "`mesh.stage` is 1",
     ),
     (
-        "route_chunks route_chunks_backward route_trim moe.headroom",
+        "route_chunks route_chunks_backward route_trim moe.headroom moe.slots",
         lambda cfg: expert_owners(cfg.mesh) > 1,
         "one device owns all experts, so nothing is exchanged",
     ),

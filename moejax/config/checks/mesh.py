@@ -33,6 +33,7 @@ def resolve_mesh(
         resolved = dataclasses.replace(resolved, mesh=mesh)
         _check_nodes(resolved, num_devices)
     _check_context_axes(resolved.mesh)
+    _check_slots(resolved)
     return resolved
 
 
@@ -51,6 +52,20 @@ def check_expert_axis(cfg: Config) -> None:
 def expert_owners(mesh: MeshConfig) -> int:
     """Returns the number of devices that own the experts of a layer."""
     return mesh.expert * mesh.tensor if mesh.expert_weights == "folded" else mesh.expert
+
+
+def _check_slots(cfg: Config) -> None:
+    """Checks that each slot's copies come from another device: see `moe.copies.rings`."""
+    mesh = cfg.mesh
+    own = ("expert", "tensor") if mesh.expert_weights == "folded" else ("expert",)
+    parts = node_parts({axis: getattr(mesh, axis) for axis in AXES}, mesh.nodes or 1)
+    inside = math.prod(parts[axis][1] for axis in own)
+    most = inside - 1 + expert_owners(mesh) // inside - 1
+    require(
+        cfg.moe.slots <= most,
+        f"`moe.slots` = {cfg.moe.slots} needs as many other devices with experts, inside a node "
+        f"or across nodes. There are {most}. Set fewer.",
+    )
 
 
 def _check_nodes(cfg: Config, num_devices: int) -> None:

@@ -69,6 +69,7 @@ TRAINING = (
     "model.predict_ahead",
     "moe.capacity_factor",
     "moe.headroom",
+    "moe.slots",
     "moe.implementation",
     "moe.router.jitter",
     "moe.router.balance_loss",

@@ -13,10 +13,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.layout.layout import Layout
+from moejax.layout.layout import Layout, build_layout
 from moejax.layout.route import Route, plain_route
+from moejax.moe.copies import place_shares, plan_copies, rings
 from moejax.moe.dispatch import ROUND_SHARE
 from moejax.moe.sizes import BucketSizes, expert_capacity, usual_sizes
 from moejax.plan.price.cost import BucketFill
@@ -113,12 +116,33 @@ def bucket_fills(
     holds about m + sqrt(2 m ln n), and where buckets are small some overflow under any routing.
     """
     tokens = tokens_of(cfg, layout, route)
+    if cfg.moe.slots and route.exchanges:
+        load, cfg = _of_places(load, cfg, layout)
     sizes = usual_sizes(route, layout, cfg.moe, tokens=tokens)
     shares: dict[BucketFill, float] = {}
     for share_E in load.share_LE:
         for chance, fill in _layer(share_E, cfg, layout, route, sizes, tokens):
             shares[fill] = shares.get(fill, 0.0) + chance / len(load.share_LE)
     return [(share, fill) for fill, share in shares.items()]
+
+
+def busiest_device(load: ExpertLoad, cfg: Config) -> float:
+    """Returns the choices of the device that gets most over their mean; the mean over layers."""
+    layout = build_layout(cfg.mesh)
+    owners = layout.size(layout.expert_owner_axes)
+    if cfg.moe.slots:
+        load, cfg = _of_places(load, cfg, layout)
+    return sum(max(_grouped(list(x), owners)) * owners for x in load.share_LE) / len(load.share_LE)
+
+
+def _of_places(load: ExpertLoad, cfg: Config, layout: Layout) -> tuple[ExpertLoad, Config]:
+    """Returns the load of places, and a config that has them as experts; see `moe.copies`."""
+    rings_r, shares = rings(layout, cfg.moe.slots), []
+    for share_E in map(np.array, load.share_LE):
+        plan = plan_copies((share_E * 2**22).astype(np.int32), rings_r, np)
+        shares.append(tuple(place_shares(share_E, plan, rings_r).tolist()))
+    places = dataclasses.replace(cfg.moe, num_experts=len(shares[0]))
+    return dataclasses.replace(load, share_LE=tuple(shares)), dataclasses.replace(cfg, moe=places)
 
 
 def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:

@@ -77,6 +77,10 @@ def rest_parts(cfg: Config) -> dict[str, str]:
         parts[f"buckets of {cfg.moe.headroom:g} times the mean"] = (
             "room for the rows that one device sends to another; those beyond it go in rounds after"
         )
+    if cfg.moe.slots:
+        parts[f"copies of hot experts, {cfg.moe.slots} a device"] = (
+            "a busy device shares its hottest experts with others, planned from each micro-batch"
+        )
     if mesh.gather_dense == "step":
         parts["dense weights gathered once a step"] = (
             "of attention, MLPs and vocabulary: kept until the step ends, and their gradients "

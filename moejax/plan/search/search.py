@@ -31,7 +31,7 @@ from moejax.plan.price.candidate import (
     price,
     trace_config,
 )
-from moejax.plan.price.routing import ExpertLoad
+from moejax.plan.price.routing import ExpertLoad, busiest_device
 from moejax.plan.search import space
 from moejax.plan.search.budget import Budget, default_budget
 from moejax.plan.search.estimate import Estimate
@@ -126,6 +126,9 @@ ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter befo
 FIRST = 4  # meshes traced before the best of them is refined
 OTHERS = 6  # meshes then traced with the best plan's settings, before chunks and again after
 CLEARLY = 0.85  # of the best estimate without pipeline stages: meshes with them below it are traced
+LESS_BUSY = (
+    0.02  # of the mean: copies of experts that take less off the busiest device are not tried
+)
 SAME = 0.002  # relative difference below which two steps count as equal
 
 
@@ -329,6 +332,7 @@ class _Search:
             keys,
             routes,
             self._headrooms,
+            self._slots,
         )
         for neighbours in first:
             best = self._best_of(best, neighbours(best.cfg))
@@ -373,6 +377,12 @@ class _Search:
     def _headrooms(self, cfg: Config) -> Iterable[Config]:
         overflows = may_overflow(cfg, self.limits.platform, self.load)
         return space.headrooms(cfg, self.limits) if overflows else ()
+
+    def _slots(self, cfg: Config) -> Iterable[Config]:
+        """Returns plans with copies of experts that make the busiest device less busy."""
+        busiest = busiest_device(self.load, cfg)
+        found = space.slots(cfg, self.limits)
+        return (c for c in found if busiest_device(self.load, c) < busiest - LESS_BUSY)
 
     def _schedules(self, cfg: Config) -> Iterable[Config]:
         yield from space.schedules(cfg, self.limits)

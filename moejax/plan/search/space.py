@@ -195,6 +195,11 @@ def headrooms(cfg: Config, limits: Limits) -> Iterator[Config]:
     return _each(cfg, limits, "moe.headroom", larger)
 
 
+def slots(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields plans with copies of hot experts."""
+    return _each(cfg, limits, "moe.slots", range(3 + 1)) if cfg.model.has_experts else iter(())
+
+
 def more_chunks(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields twice the chunks: in both passes, forward alone, backward alone."""
     if not cfg.model.has_experts:

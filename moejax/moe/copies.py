@@ -1,0 +1,231 @@
+"""Copies of hot experts on other devices, planned from the experts' load.
+
+Each device that owns experts has `moe.slots` further places. Slot j of a device holds a copy of one
+expert of one other device, always the same: its weights come by one fixed permutation of devices,
+and their gradients return by its inverse and are added to the owner's. Which of that device's
+experts it is, and how many of its tokens go to the copy, are arrays: nothing recompiles. Any such
+arrays give the same outputs, but for the order of sums.
+
+Router, balance and drops count experts. Only the exchange sees places: e + r of each device, its
+own experts first.
+
+Letters: N tokens, K choices a token, E experts, P devices that own experts (in mesh order), e
+experts of each, r slots of each; R rings of M devices, G candidates.
+"""
+
+import dataclasses
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from moejax.annotations import Array, Int
+from moejax.comm import wire
+from moejax.config.schema import MoEConfig
+from moejax.kernels.experts.expert_weights import ExpertWeights
+from moejax.kernels.kept import PLACES
+from moejax.layout.layout import Axes, Layout
+from moejax.moe.router import count_load
+
+SHARES = 256  # a copy takes a number of 256 tokens
+CANDIDATES = 32  # target loads that are tried for a ring
+STRIDE = 157  # odd, about 0.61 of 256: neighbouring tokens take shares far apart
+
+
+class Copies(NamedTuple):
+    """Which expert of each device has a copy in slot j of the device after it in ring j.
+
+    Integers, the same on every device of an exchange.
+    """
+
+    expert_Pr: Any  # its number on device p, below e
+    quota_Pr: Any  # how many of SHARES of its tokens go to the copy; 0: none
+
+
+def rings(layout: Layout, slots: int) -> list[np.ndarray]:
+    """Returns the rings of each slot, [R, M]: a device sends to the next, the last to the first.
+
+    Offsets inside a node and across nodes take turns, as long as there are any.
+
+    Raises:
+      ValueError: if there are fewer offsets than slots.
+    """
+    axes = layout.expert_owner_axes
+    nodes = layout.size(layout.between_nodes(axes))
+    device_SF = np.arange(layout.size(axes)).reshape(nodes, -1)
+    offsets = [(step, axis) for step in range(1, device_SF.size) for axis in (1, 0)]
+    possible = [one for one in offsets if one[0] < device_SF.shape[one[1]]]
+    if slots > len(possible):
+        raise ValueError(f"{slots} slots for {len(possible)} offsets: checks refuse it")
+    return [_cycles(np.roll(device_SF, -o, axis).reshape(-1)) for o, axis in possible[:slots]]
+
+
+def _cycles(next_P: np.ndarray) -> np.ndarray:
+    """Returns the cycles of a permutation whose cycles have one length."""
+    found, seen = [], set()
+    for first in range(len(next_P)):
+        cycle, device = [], first
+        while device not in seen:
+            seen.add(device)
+            cycle.append(device)
+            device = int(next_P[device])
+        found += [cycle] if cycle else []
+    return np.array(found)
+
+
+def plan_copies(load_E: Any, rings_r: list[np.ndarray], xp: ModuleType = jnp) -> Copies:
+    """Plans slot after slot: the hottest expert of each device, and how much of it moves on.
+
+    Integers alone, so that all devices plan the same.
+
+    Args:
+      load_E: int32, at most 2**22 in all: see `scaled`.
+      xp: `jax.numpy` in a program, `numpy` beside it.
+    """
+    P = rings_r[0].size
+    load_Pe = load_E.reshape(P, -1)
+    rest_Pe, total_P, plan = load_Pe, xp.sum(load_Pe, axis=1, dtype=xp.int32), []
+    for left, ring_RM in zip(range(len(rings_r), 0, -1), rings_r, strict=True):
+        hot_P = xp.argmax(rest_Pe, axis=1)
+        is_hot_Pe = hot_P[:, None] == xp.arange(load_Pe.shape[1])
+        whole_P, room_P = (
+            xp.sum(xp.where(is_hot_Pe, x, 0), axis=1, dtype=xp.int32) for x in (load_Pe, rest_Pe)
+        )
+        if left > 1:  # later slots take their share of a busy device
+            room_P = xp.minimum(room_P, total_P // (left + 1) + 1)
+        back_P = np.argsort(ring_RM.reshape(-1))
+        wanted_P = _flows(total_P[ring_RM], room_P[ring_RM], xp).reshape(-1)[back_P]
+        quota_P = wanted_P * SHARES // xp.maximum(1, whole_P)
+        sent_P = whole_P * quota_P // SHARES
+        before_P = np.roll(ring_RM, 1, axis=1).reshape(-1)[back_P]
+        total_P = total_P - sent_P + sent_P[before_P]
+        rest_Pe = rest_Pe - xp.where(is_hot_Pe, sent_P[:, None], 0)
+        plan.append((hot_P, quota_P))
+    return Copies(*(xp.stack(x, axis=1).astype(xp.int32) for x in zip(*plan, strict=True)))
+
+
+def _flows(load_RM: Any, room_RM: Any, xp: ModuleType) -> Any:
+    """Returns how much each device of a ring sends to the next, so that the fullest has least.
+
+    For a target load T a device sends what it has and gets above T, at most its room:
+    max(0, load - T + what it gets), which around a ring is a difference of sums and their minimum.
+    """
+    M = load_RM.shape[1]
+    mean_R, top_R = xp.sum(load_RM, axis=1) // M + 1, xp.max(load_RM, axis=1)
+    step_R = -(-xp.maximum(0, top_R - mean_R) // (CANDIDATES - 1))
+    target_GR = mean_R + step_R * xp.arange(CANDIDATES)[:, None]
+    above_GRM = load_RM - target_GR[:, :, None]
+    sums = xp.cumsum(xp.concatenate([above_GRM, above_GRM], axis=2), axis=2)
+    least = np.minimum.accumulate(sums, 2) if xp is np else jax.lax.cummin(sums, axis=2)
+    flow_GRM = xp.minimum((sums - xp.minimum(0, least))[:, :, M:], room_RM)
+    fullest_GR = xp.max(load_RM - flow_GRM + xp.roll(flow_GRM, 1, axis=2), axis=2)
+    best_R = xp.argmin(fullest_GR, axis=0)
+    return xp.take_along_axis(flow_GRM, best_R[None, :, None], axis=0)[0]
+
+
+def scaled(load_E: Any, xp: ModuleType = jnp) -> Any:
+    """Returns a load for `plan_copies`, which keeps proportions."""
+    return load_E // (xp.sum(load_E, dtype=xp.int32) // 2**22 + 1)
+
+
+def place_shares(share_E: np.ndarray, copies: Copies, rings_r: list[np.ndarray]) -> np.ndarray:
+    """Returns the share of choices that each place gets, [P * (e + r)]; NumPy."""
+    P, r = copies.quota_Pr.shape
+    places = np.concatenate([share_E.reshape(P, -1), np.zeros((P, r))], axis=1)
+    for j, ring_RM in enumerate(rings_r):
+        device_P, next_P = ring_RM.reshape(-1), np.roll(ring_RM, -1, axis=1).reshape(-1)
+        expert_P = copies.expert_Pr[device_P, j]
+        sent_P = share_E.reshape(P, -1)[device_P, expert_P] * copies.quota_Pr[device_P, j] / SHARES
+        places[device_P, expert_P] -= sent_P
+        places[next_P, places.shape[1] - r + j] += sent_P
+    return places.reshape(-1)
+
+
+def spread(
+    expert_NK: Int[Array, "N K"], weights: ExpertWeights, moe: MoEConfig, layout: Layout
+) -> tuple[Int[Array, "N K"], ExpertWeights, MoEConfig]:
+    """Plans copies for this routing. Returns places, weights of all places, and their config.
+
+    Without slots an expert is its place. Per device. Wire: the load, summed; a permutation of one expert's weights for each slot.
+
+    Args:
+      expert_NK: choices; `moe.num_experts`: dropped.
+      weights: of this device's experts, gathered.
+    """
+    if not moe.slots:
+        return expert_NK, weights, moe
+    rings_r, axes = rings(layout, moe.slots), layout.expert + layout.tensor
+    load_E = wire.all_reduce(count_load(expert_NK, moe.num_experts), axes, tag=None)
+    copies = Copies(*(checkpoint_name(x, PLACES) for x in plan_copies(scaled(load_E), rings_r)))
+    places = moe.num_experts + layout.size(layout.expert_owner_axes) * moe.slots
+    place_NK = place_of(expert_NK, copies, rings_r, moe.num_experts)
+    held = add_copies(weights, copies, rings_r, layout.expert_owner_axes)
+    return place_NK, held, dataclasses.replace(moe, num_experts=places)
+
+
+def place_of(
+    expert_NK: Int[Array, "N K"], copies: Copies, rings_r: list[np.ndarray], num_experts: int
+) -> Int[Array, "N K"]:
+    """Returns the place of each choice, by its token's number; P * (e + r) for dropped ones."""
+    P, r = copies.quota_Pr.shape
+    e = num_experts // P
+    owner_E, own_E = np.divmod(np.arange(num_experts), e)
+    home_E, share_N1 = owner_E * (e + r) + own_E, jnp.arange(len(expert_NK))[:, None] * STRIDE
+    share_N1, passed_E = share_N1 % SHARES, jnp.zeros((num_experts,), jnp.int32)
+    place_NK = _of_expert(jnp.asarray(home_E, jnp.int32), expert_NK, P * (e + r))
+    for j, ring_RM in enumerate(rings_r):
+        next_P = np.roll(ring_RM, -1, axis=1).reshape(-1)[np.argsort(ring_RM.reshape(-1))]
+        has_copy_E = copies.expert_Pr[owner_E, j] == own_E
+        upto_E = passed_E + jnp.where(has_copy_E, copies.quota_Pr[owner_E, j], 0)
+        first_NK, end_NK = (_of_expert(x, expert_NK, 0) for x in (passed_E, upto_E))
+        copy_E = jnp.asarray(next_P[owner_E] * (e + r) + e + j, jnp.int32)
+        there_NK = (share_N1 >= first_NK) & (share_N1 < end_NK)
+        place_NK = jnp.where(there_NK, _of_expert(copy_E, expert_NK, 0), place_NK)
+        passed_E = upto_E
+    return place_NK
+
+
+def _of_expert(x_E: jax.Array, expert_NK: jax.Array, dropped: int) -> jax.Array:
+    return jnp.take(x_E, expert_NK, axis=0, mode="fill", fill_value=dropped)
+
+
+def add_copies(
+    weights: ExpertWeights, copies: Copies, rings_r: list[np.ndarray], axes: Axes
+) -> ExpertWeights:
+    """Returns the weights of all places of this device; gradients of copies return to owners."""
+    here_r = copies.expert_Pr[wire.index(axes)]
+    pairs_r = tuple(
+        tuple(zip(*map(np.ndarray.tolist, _pair(ring_RM)), strict=True)) for ring_RM in rings_r
+    )
+    held = jax.tree.map(lambda x_e: _with_copies(x_e, here_r, pairs_r, axes), weights)
+    return jax.tree.map(lambda x: checkpoint_name(x, wire.WEIGHT_WIRE), held)
+
+
+def _pair(ring_RM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return ring_RM.reshape(-1), np.roll(ring_RM, -1, axis=1).reshape(-1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _with_copies(x_e: jax.Array, here_r: jax.Array, pairs_r: Any, axes: Axes) -> jax.Array:
+    """Appends to this device's arrays those that others send it."""
+    sent = [wire.ppermute(x_e[here_r[j]], axes, pairs) for j, pairs in enumerate(pairs_r)]
+    return jnp.concatenate([x_e, jnp.stack(sent)])
+
+
+def _with_copies_forward(x_e, here_r, pairs_r, axes):  # type: ignore[no-untyped-def]
+    return _with_copies(x_e, here_r, pairs_r, axes), here_r
+
+
+def _with_copies_backward(pairs_r, axes, here_r, dy):  # type: ignore[no-untyped-def]
+    dx_e, copied_r = jnp.split(dy, [len(dy) - len(pairs_r)])
+    for j, pairs in enumerate(pairs_r):
+        back = wire.ppermute(copied_r[j], axes, [(there, here) for here, there in pairs])
+        dx_e = dx_e.at[here_r[j]].add(back)
+    return dx_e, None
+
+
+_with_copies.defvjp(_with_copies_forward, _with_copies_backward)
