@@ -150,7 +150,8 @@ def spread(
 ) -> tuple[Int[Array, "N K"], ExpertWeights, MoEConfig]:
     """Plans copies for this routing. Returns places, weights of all places, and their config.
 
-    Without slots an expert is its place. Per device. Wire: the load, summed; a permutation of one expert's weights for each slot.
+    Without slots an expert is its place. Per device. Wire: the load, summed; a permutation of one
+    expert's weights for each slot.
 
     Args:
       expert_NK: choices; `moe.num_experts`: dropped.
@@ -162,35 +163,45 @@ def spread(
     load_E = wire.all_reduce(count_load(expert_NK, moe.num_experts), axes, tag=None)
     copies = Copies(*(checkpoint_name(x, PLACES) for x in plan_copies(scaled(load_E), rings_r)))
     places = moe.num_experts + layout.size(layout.expert_owner_axes) * moe.slots
-    place_NK = place_of(expert_NK, copies, rings_r, moe.num_experts)
+    placement = placement_of(copies, rings_r, moe.num_experts)
+    place_NK = place_of(expert_NK, placement, places=places)
     held = add_copies(weights, copies, rings_r, layout.expert_owner_axes)
     return place_NK, held, dataclasses.replace(moe, num_experts=places)
 
 
-def place_of(
-    expert_NK: Int[Array, "N K"], copies: Copies, rings_r: list[np.ndarray], num_experts: int
-) -> Int[Array, "N K"]:
-    """Returns the place of each choice, by its token's number; P * (e + r) for dropped ones."""
+class Placement(NamedTuple):
+    """The places of each expert's weights, C of them; arrays."""
+
+    place_EC: Any
+    upto_EC: Any  # of SHARES tokens those from the previous number up to this one go there
+
+
+def placement_of(copies: Copies, rings_r: list[np.ndarray], num_experts: int) -> Placement:
+    """Returns where choices go by a plan: to copies by quota, in order of slots; the rest home."""
     P, r = copies.quota_Pr.shape
     e = num_experts // P
     owner_E, own_E = np.divmod(np.arange(num_experts), e)
-    home_E, share_N1 = owner_E * (e + r) + own_E, jnp.arange(len(expert_NK))[:, None] * STRIDE
-    share_N1, passed_E = share_N1 % SHARES, jnp.zeros((num_experts,), jnp.int32)
-    place_NK = _of_expert(jnp.asarray(home_E, jnp.int32), expert_NK, P * (e + r))
+    places, upto = [], [jnp.zeros((num_experts,), jnp.int32)]
     for j, ring_RM in enumerate(rings_r):
         next_P = np.roll(ring_RM, -1, axis=1).reshape(-1)[np.argsort(ring_RM.reshape(-1))]
         has_copy_E = copies.expert_Pr[owner_E, j] == own_E
-        upto_E = passed_E + jnp.where(has_copy_E, copies.quota_Pr[owner_E, j], 0)
-        first_NK, end_NK = (_of_expert(x, expert_NK, 0) for x in (passed_E, upto_E))
-        copy_E = jnp.asarray(next_P[owner_E] * (e + r) + e + j, jnp.int32)
-        there_NK = (share_N1 >= first_NK) & (share_N1 < end_NK)
-        place_NK = jnp.where(there_NK, _of_expert(copy_E, expert_NK, 0), place_NK)
-        passed_E = upto_E
-    return place_NK
+        upto.append(upto[-1] + jnp.where(has_copy_E, copies.quota_Pr[owner_E, j], 0))
+        places.append(next_P[owner_E] * (e + r) + e + j)
+    place_EC = np.stack([*places, owner_E * (e + r) + own_E], axis=1).astype(np.int32)
+    return Placement(place_EC, jnp.stack([*upto[1:], jnp.full_like(upto[0], SHARES)], axis=1))
 
 
-def _of_expert(x_E: jax.Array, expert_NK: jax.Array, dropped: int) -> jax.Array:
-    return jnp.take(x_E, expert_NK, axis=0, mode="fill", fill_value=dropped)
+def place_of(
+    expert_NK: Int[Array, "N K"], placement: Placement, *, places: int
+) -> Int[Array, "N K"]:
+    """Returns the place of each choice, by its token's number; `places` for dropped choices."""
+    place_EC, upto_EC = map(jnp.asarray, placement)
+    share_N11 = (jnp.arange(len(expert_NK)) * STRIDE % SHARES)[:, None, None]
+    is_dropped_NK = expert_NK >= len(place_EC)
+    expert_NK = jnp.where(is_dropped_NK, 0, expert_NK)
+    number_NK1 = jnp.sum(share_N11 >= upto_EC[expert_NK, :-1], axis=2, keepdims=True)
+    place_NK = jnp.take_along_axis(place_EC[expert_NK], number_NK1, axis=2)[..., 0]
+    return jnp.where(is_dropped_NK, places, place_NK)
 
 
 def add_copies(

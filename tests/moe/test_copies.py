@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
 from moejax.moe import copies
-from moejax.moe.copies import SHARES, Copies, place_of, place_shares, plan_copies, rings, scaled
+from moejax.moe.copies import (
+    SHARES,
+    Copies,
+    place_of,
+    place_shares,
+    placement_of,
+    plan_copies,
+    rings,
+    scaled,
+)
 from tests.cases import small_config
 from tests.step.against_oracle import check_against_oracle
 
@@ -115,7 +124,8 @@ def test_choices_go_to_places_that_hold_their_expert_in_shares_of_the_plan(data)
     held = [expert for p in range(4) for expert in held_P[p]]
     for expert in range(12):
         expert_NK = np.array([[expert, 12]] * SHARES, np.int32)
-        place_NK = np.asarray(place_of(jnp.asarray(expert_NK), plan, rings_r, 12))
+        placement = placement_of(plan, rings_r, 12)
+        place_NK = np.asarray(place_of(jnp.asarray(expert_NK), placement, places=20))
         assert (place_NK[:, 1] == 4 * 5).all(), "dropped choices have no place"
         assert {held[place] for place in place_NK[:, 0]} == {expert}
         owner, own = divmod(expert, 3)
