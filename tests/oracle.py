@@ -64,7 +64,9 @@ def oracle_loss(params, router_bias, batch, cfg: Config, noise: Noise | None = N
                 bias = at[1]["blocks"].get(place, {}) if at[1] else {}
                 weights = at[0]["blocks"][place]
                 own = noise and noise.of(number, layer, place)
-                x, loss, load = _block(weights, bias, x, batch.segment_BT, index, cfg, own)
+                experts = _recorded(batch, len(loads)) if "moe" in weights else None
+                args = (weights, bias, x, batch.segment_BT, index, cfg, own, experts)
+                x, loss, load = _block(*args)
                 losses, index = losses + loss, index + 1
                 loads += [] if load is None else [load]
     x = norm(x, params["norm"]["scale"], model.norm_epsilon)
@@ -116,11 +118,19 @@ def _groups(params, router_bias):
     return groups, [known.get(i, {}) for i in sorted(params["groups"])]
 
 
+def _recorded(batch, layer: int):
+    """The experts recorded in a layer, counted among those with experts; None if tokens choose."""
+    if getattr(batch, "expert_BTLK", None) is None:
+        return None
+    expert_BTK = batch.expert_BTLK[:, :, layer]
+    return expert_BTK.reshape(-1, expert_BTK.shape[-1])
+
+
 def _length(group):
     return jax.tree.leaves(group)[0].shape[0]
 
 
-def _block(w, bias, x, segments, index, cfg: Config, noise):
+def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
     epsilon = cfg.model.norm_epsilon
     attended = norm(x, w["attention_norm"]["scale"], epsilon)
     x = x + attend(w["attention"], attended, segments, index, cfg)
@@ -133,6 +143,7 @@ def _block(w, bias, x, segments, index, cfg: Config, noise):
         biases = (w["moe"]["b_in"], w["moe"]["b_out"]) if moe.expert_bias else None
         options = {"biases": biases, "router_bias_E": w["moe"].get("b_router")}
         options |= {"k": moe.experts_per_token, "limit": cfg.model.clamp}
+        options["recorded_NK"] = recorded_NK
         seen = h if noise is None else h * noise.factors(h.shape, moe.router.jitter)
         options["router_x_ND"] = seen.reshape(-1, D)
         y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, **options)
@@ -186,6 +197,7 @@ def moe_reference(
     router_bias_E=None,
     limit=None,
     router_x_ND=None,
+    recorded_NK=None,
 ):
     """The expert layer: its output and the dense routing weights [N, E] (zero where not chosen).
 
@@ -195,6 +207,7 @@ def moe_reference(
       router_bias_E: added to the logits.
       limit: limit of clamped SwiGLU; None for SwiGLU.
       router_x_ND: the router's input, where it has jitter; None for `x_ND`.
+      recorded_NK: experts of each token in place of its choice; -1 for a token that chooses.
     """
     logit_NE = (x_ND if router_x_ND is None else router_x_ND).astype(jnp.float32) @ w_router_DE
     if router_bias_E is not None:
@@ -204,6 +217,10 @@ def moe_reference(
     else:
         score_NE = 1 / (1 + jnp.exp(-logit_NE))
     chosen_NE = _chosen(jax.lax.stop_gradient(score_NE + bias_E), cfg, k)
+    if recorded_NK is not None:
+        expert_E = jnp.arange(chosen_NE.shape[1])
+        recorded_NE = jnp.any(jnp.asarray(recorded_NK)[:, :, None] == expert_E, axis=1)
+        chosen_NE = jnp.where(jnp.asarray(recorded_NK)[:, :1] < 0, chosen_NE, recorded_NE)
     weight_NE = jnp.where(chosen_NE, score_NE, 0.0)
     if cfg.renormalize:
         weight_NE = weight_NE / jnp.sum(weight_NE, axis=-1, keepdims=True)

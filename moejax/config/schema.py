@@ -162,11 +162,12 @@ class DataConfig:
 
     source: str = setting(
         "stdlib",
-        "stdlib: the text of Python's own library; else files of moejax prepare",
-        choices=("stdlib", "tokens", "array_record"),
+        "stdlib: the text of Python's own library; routing: texts with recorded experts, files of "
+        "moejax generate --routing; else files of moejax prepare",
+        choices=("stdlib", "tokens", "array_record", "routing"),
     )
     train_files: tuple[str, ...] = setting(
-        (), "token files or globs (sources tokens, array_record)"
+        (), "token files, or files of recorded routing, or globs (all sources but stdlib)"
     )
     eval_files: tuple[str, ...] = setting((), "held-out token files or globs; empty: no evaluation")
     sequence_length: int = setting(256, "T: positions of one sequence", at_least=1)

@@ -10,32 +10,32 @@ N: tokens of a stretch of the stream. U: T + 1.
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 import grain
 import numpy as np
 
 from moejax.data.marks import Stretch
+from moejax.data.routing import Stream
 from moejax.data.tokens import TokenSource
 from moejax.errors import InputError
 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class BatchRows:
+class BatchRows(NamedTuple):
     """Sequences of a batch, int32."""
 
     token_BT: np.ndarray
     target_BT: np.ndarray  # -1: no target
     segment_BT: np.ndarray  # document of each position
+    expert_BTLK: np.ndarray | None = None  # recorded experts of each token: `data.routing`
 
 
 class _Windows:
     """The stream as a random-access list of windows of T + 1 tokens, for grain."""
 
-    def __init__(self, source: TokenSource, length: int):
+    def __init__(self, source: Stream, length: int):
         self.source, self.length = source, length
 
     def __len__(self) -> int:
@@ -50,9 +50,9 @@ class Batches:
 
     def __init__(
         self,
-        source: TokenSource,
+        source: Stream,
         *,
-        mixture: Sequence[tuple[TokenSource, float]] = (),
+        mixture: Sequence[tuple[Stream, float]] = (),
         sequence_length: int,
         batch_sequences: int,
         seed: int,
@@ -102,12 +102,15 @@ class Batches:
         """Rows start .. stop - 1 of the global batch at a position (`data.skipped`)."""
         first = position * self.batch_sequences
         windows = [self._order[first + row] for row in range(start, stop)]
-        token_BU, target_BU, begin_BU = map(np.stack, zip(*windows, strict=True))
+        marked = zip(*(window[:3] for window in windows), strict=True)
+        token_BU, target_BU, begin_BU = map(np.stack, marked)
         target_BT = np.where(target_BU[:, 1:], token_BU[:, 1:], -1)
-        return _rows(token_BU[:, :-1], target_BT, begin_BU[:, :-1], self.isolate)
+        found = _rows(token_BU[:, :-1], target_BT, begin_BU[:, :-1], self.isolate)
+        experts = [window.expert_NLK[:-1] for window in windows if window.expert_NLK is not None]
+        return found._replace(expert_BTLK=np.stack(experts)) if experts else found
 
 
-def _order(source: TokenSource, length: int, seed: int, *, shuffle: bool) -> grain.MapDataset:
+def _order(source: Stream, length: int, seed: int, *, shuffle: bool) -> grain.MapDataset:
     """Returns the sequences of one epoch of a stream."""
     windows = _Windows(source, length)
     if len(windows) < 1:

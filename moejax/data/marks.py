@@ -24,6 +24,8 @@ class Stretch(NamedTuple):
     token_N: np.ndarray  # int32
     target_N: np.ndarray  # bool: predicted
     begin_N: np.ndarray  # bool: opens a document
+    # Recorded experts of each token in each layer with experts, int32: `data.routing`.
+    expert_NLK: np.ndarray | None = None
 
     @classmethod
     def empty(cls) -> "Stretch":

@@ -1,7 +1,8 @@
 """Opens the data of a run's settings: training stream, held-out stream, tokenizer."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ import numpy as np
 
 from moejax.config.schema import Config, DataConfig
 from moejax.data import corpus
+from moejax.data.routing import ModelExperts, Stream, experts_of, open_recorded
 from moejax.data.sidecar import Sidecar, read_sidecar, sidecar_of
 from moejax.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import (
     FilePart,
+    JoinedSource,
     TokenSource,
     check_apart,
     find_files,
@@ -28,15 +31,26 @@ KEPT = Path("tokenizer") / "tokens"  # beside it a run keeps its sidecar and tok
 class Sources(NamedTuple):
     """The streams of a run."""
 
-    train: TokenSource
+    train: Stream
     held_out: TokenSource | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None where no file names one
     # With `data.train_weights`: a stream for each entry of `data.train_files`, and its weight.
-    mixture: tuple[tuple[TokenSource, float], ...] = ()
+    mixture: tuple[tuple[Stream, float], ...] = ()
 
 
-def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
+def container_of(data: DataConfig) -> str | None:
+    """Returns the format of the token files that settings name; None: each may have its own."""
+    return {"tokens": "bin", "array_record": "array_record"}.get(data.source)
+
+
+def open_sources(
+    data: DataConfig, *, model_vocab: int, experts: ModelExperts | None = None
+) -> Sources:
     """Opens and checks every file that the settings name.
+
+    Args:
+      model_vocab: ids must be below it.
+      experts: of the model, for recorded routing.
 
     Raises:
       InputError: for files that are missing, damaged, or unfit for the model.
@@ -44,16 +58,22 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
     if data.source == "stdlib":
         train, held_out = corpus.documents()
         return Sources(from_documents(train), from_documents(held_out), ByteTokenizer())
-    wanted = "bin" if data.source == "tokens" else "array_record"
-    train = open_files(data.train_files, wanted, model_vocab=model_vocab)
-    held_out = None
+    open_tokens = partial(open_files, wanted=container_of(data), model_vocab=model_vocab)
+    open_stream: Callable[[Sequence[str]], Stream] = open_tokens
+    if data.source == "routing":
+        assert experts is not None
+        open_stream = partial(open_recorded, model_vocab=model_vocab, experts=experts)
+    train, held_out = open_stream(data.train_files), None
     if data.eval_files:
-        held_out = open_files(data.eval_files, wanted, model_vocab=model_vocab)
-        check_apart(train, held_out)
-    first = train.sources[0]
-    tokenizer = Described(first.path, first.sidecar).open_tokenizer()
+        held_out = open_tokens(data.eval_files)
+        if isinstance(train, JoinedSource):
+            check_apart(train, held_out)
+    described, tokenizer = train if isinstance(train, JoinedSource) else held_out, None
+    if described is not None:
+        first = described.sources[0]
+        tokenizer = Described(first.path, first.sidecar).open_tokenizer()
     mixture = tuple(
-        (open_files([entry], wanted, model_vocab=model_vocab), weight)
+        (open_stream([entry]), weight)
         for entry, weight in zip(data.train_files, data.train_weights, strict=False)
     )
     return Sources(train, held_out, tokenizer, mixture)
@@ -96,7 +116,8 @@ class Described(NamedTuple):
 def describe_tokens(data: DataConfig, folders: Iterable[Path] = ()) -> Described | None:
     """Returns the description of a run's token files; None if there is none any more.
 
-    Of several training files it describes the first one of conversations, else the first.
+    Of several training files it describes the first one of conversations, else the first. Beside
+    recorded routing it describes held-out files in their place.
 
     Args:
       folders: possible run directories, which keep a copy (`keep_tokenizer`).
@@ -107,7 +128,8 @@ def describe_tokens(data: DataConfig, folders: Iterable[Path] = ()) -> Described
         if sidecar_of(folder / KEPT).is_file():
             return Described(folder / KEPT, read_sidecar(folder / KEPT))
     try:
-        found = [Described(path, read_sidecar(path)) for path in find_files(data.train_files)]
+        files = find_files(data.eval_files if data.source == "routing" else data.train_files)
+        found = [Described(path, read_sidecar(path)) for path in files]
     except InputError:
         return None
     return next((one for one in found if one.sidecar.chat is not None), found[0] if found else None)
@@ -166,7 +188,8 @@ def share_inside(cfg: Config) -> float:
         return cfg.plan.documents
     if data.source == "stdlib" or not data.isolate_documents:
         return 1.0
-    train = open_sources(data, model_vocab=cfg.model.vocab_size).train
+    experts = experts_of(cfg)
+    train = open_sources(data, model_vocab=cfg.model.vocab_size, experts=experts).train
     last = max(0, train.num_tokens - length)
     starts = sorted({round(at) for at in np.linspace(0, last, SAMPLES)})
     pairs = 0

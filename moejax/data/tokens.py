@@ -97,7 +97,8 @@ class JoinedSource:
     def stretch(self, start: int, length: int) -> Stretch:
         """Returns the same tokens, with the targets and the first tokens of documents marked."""
         parts = [source.stretch(first, take) for source, first, take in self._across(start, length)]
-        return Stretch(*map(np.concatenate, zip(Stretch.empty(), *parts, strict=True)))
+        arrays = zip(*(part[:3] for part in (Stretch.empty(), *parts)), strict=True)
+        return Stretch(*map(np.concatenate, arrays))
 
     def _across(self, start: int, length: int) -> Iterator[tuple[FileSource, int, int]]:
         """Yields each file that holds some of these tokens: where they start, how many."""
@@ -155,11 +156,14 @@ def open_files(patterns: Sequence[str], wanted: str | None, *, model_vocab: int)
     return JoinedSource(sources)
 
 
-def find_files(patterns: Sequence[str], *, texts: bool = False) -> list[Path]:
+def find_files(
+    patterns: Sequence[str], *, texts: bool = False, made_by: str = "moejax prepare"
+) -> list[Path]:
     """Returns the files of paths and globs, without sidecars, tokenizers and marks.
 
     Args:
       texts: whether texts may be named too, for the message.
+      made_by: command that makes such files, for the message.
     Raises:
       InputError: if a pattern matches nothing, or two match the same file.
     """
@@ -177,7 +181,7 @@ def find_files(patterns: Sequence[str], *, texts: bool = False) -> list[Path]:
                 )
             raise InputError(
                 f"no token file. {pattern!r} matches none, seen from {Path.cwd()}. A path or "
-                f"glob must name files of moejax prepare. Check the path, or prepare the text."
+                f"glob must name files of {made_by}. Check the path, or prepare the text."
             )
         paths += files
     if len(set(paths)) < len(paths):

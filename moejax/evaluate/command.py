@@ -143,7 +143,9 @@ def _by_document(
     which sums a batch in float32.
     """
     source = held_out.source
-    processes.compile(train_step.target_nll, train_step.abstract, train_step.abstract_batch())
+    processes.compile(
+        train_step.target_nll, train_step.abstract, train_step.abstract_batch(training=False)
+    )
 
     def nats() -> Iterator[np.ndarray]:
         for batch, _ in held_out_batches(train_step, source):

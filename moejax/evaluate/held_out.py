@@ -10,7 +10,7 @@ from moejax.data import corpus
 from moejax.data.prepare.documents import read_documents
 from moejax.data.prepare.writers import BinWriter
 from moejax.data.sidecar import sidecar_of
-from moejax.data.sources import Described, describe_tokens, is_tokenizer_of
+from moejax.data.sources import Described, container_of, describe_tokens, is_tokenizer_of
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import JoinedSource, TokenSource, find_files, from_documents, open_files
 from moejax.errors import InputError
@@ -95,7 +95,7 @@ def _of_run(chosen: Chosen) -> HeldOut:
             "nothing to score. `data.eval_files` of the run is empty. An evaluation needs held-out "
             "text. Name it: --data FILE."
         )
-    wanted = "bin" if cfg.data.source == "tokens" else "array_record"
+    wanted = container_of(cfg.data)
     source = open_files(cfg.data.eval_files, wanted, model_vocab=cfg.model.vocab_size)
     return HeldOut(source, list(cfg.data.eval_files), notes=_note_of_begins(source, chosen))
 

@@ -3,7 +3,7 @@
 Per device, inside shard_map.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, RMSNorm
 from moejax.model.rope import Angles, angles_at
-from moejax.moe.layer import MoE, MoEStats
+from moejax.moe.layer import MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
 
 # Calls a block's attention; returns its output, and the arrays for a cache.
@@ -201,6 +201,12 @@ class Pattern(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.blocks = nnx.List([Block(kind, cfg, moe, spec, rngs) for kind in kinds])
+
+    def use_recorded(self, experts: Iterable[jax.Array]) -> None:
+        """Sets `MoE.recorded` of each block with experts, in order."""
+        layers = [block.moe for block in self.blocks if block.moe is not None]
+        for layer, expert_BTK in zip(layers, experts, strict=True):
+            layer.recorded = RecordedExperts(expert_BTK)
 
     def __call__(
         self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles, noise: Noise | None

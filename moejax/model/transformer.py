@@ -68,6 +68,24 @@ class Transformer(nnx.Module):
             else None
         )
 
+    def use_recorded(self, expert_BSLK: Int[Array, "B S L K"]) -> None:
+        """Sends the tokens of a step to recorded experts; the next call of this object does so.
+
+        The module for multi-token prediction chooses freely.
+
+        Args:
+          expert_BSLK: of all L layers with experts; -1 for all K: the layer chooses.
+        """
+        expert_BTLK, first = context.own(expert_BSLK, self.spec.layout), 0
+        groups = layer_groups(self.cfg, stacked=self.spec.stacked)
+        for group, (kinds, repeats) in zip(self.groups, groups, strict=True):
+            count = sum(kind.mlp == "moe" for kind in kinds)
+            own_BTLK = expert_BTLK[:, :, first : first + repeats * count]
+            B, T, _, K = own_BTLK.shape
+            # The layers of a repeat, and the repeats that are scanned: B T R n K -> n R B T K
+            group.use_recorded(own_BTLK.reshape(B, T, repeats, count, K).transpose(3, 2, 0, 1, 4))
+            first += repeats * count
+
     def __call__(
         self, token_BS: Int[Array, "B S"], segment_BS: Int[Array, "B S"], noise: Noise | None = None
     ) -> tuple[Float[Array, "B T D"], Weight, MoEStats | None]:

@@ -6,9 +6,9 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 
 1. Router scores: `_logits` multiplies x_ND by the router's weight in float32, with jitter
    (`moe.router.jitter_noise`) and a bias if the config asks for them.
-2. Choice: `moe.router.route` chooses K experts for each token and their weights. With a capacity,
-   `moe.dispatch.drop_above` drops the choices above it.
-   With slots, `moe.copies.spread` sends some choices of hot experts to copies of them.
+2. Choice: `moe.router.route` chooses K experts for each token and their weights. Where experts were
+   recorded (`MoE.recorded`), it takes those. With a capacity, `moe.dispatch.drop_above` drops the
+   choices above it. With slots, `moe.copies` sends some choices of hot experts to copies of them.
 3. Bucket sizes: `moe.dispatch.moe_ffn` takes static sizes from `moe.sizes.usual_sizes`. If routing
    could overflow them, `moe.sizes.fitting` finds the choices that fit. For the others steps 4 to 7
    run again, in rounds of small buckets (`comm.tokens.rounds.with_rounds`).
@@ -62,6 +62,10 @@ class RouterBias(nnx.Variable):
     """Selection bias of loss-free balancing: state that no gradient reaches."""
 
 
+class RecordedExperts(nnx.Variable):
+    """Experts that were recorded for a step's tokens, of all tensor ranks' positions [B, T, K]."""
+
+
 class MoEStats(NamedTuple):
     """Statistics of an expert layer, per device; each token is reported by one device."""
 
@@ -89,13 +93,19 @@ def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
 
 
 class MoE(nnx.Module):
-    """Routed experts. Owns the router, the experts and the selection bias."""
+    """Routed experts. Owns the router, the experts and the selection bias.
+
+    Attributes:
+      recorded: the experts to which tokens go, as `router.route` takes them; None: tokens choose.
+        `Transformer.use_recorded` sets it for one step.
+    """
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
         E, D, F = moe.num_experts, cfg.width, moe.expert_hidden
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
         self.moe, self.spec, self.clamp = moe, spec, cfg.clamp
+        self.recorded: RecordedExperts | None = nnx.data(None)
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
         self.w_in = nnx.Param(normal(rngs.params(), (E, D, 2, F), jnp.float32), dims="EDUF")
         self.w_out = nnx.Param(out(rngs.params(), (E, F, D), jnp.float32), dims="EFD")
@@ -140,7 +150,13 @@ class MoE(nnx.Module):
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
             logit_NE = self._logits(x_BtD, weights.router_DE, noise)
-            routing = router.route(logit_NE, self.bias[...], moe.router, k=moe.experts_per_token)
+            routing = router.route(
+                logit_NE,
+                self.bias[...],
+                moe.router,
+                k=moe.experts_per_token,
+                recorded_NK=self._recorded(),
+            )
         expert_NK = routing.expert_NK
         if is_token_BT is not None:
             own_Bt = is_token_BT if replicated else own_positions(is_token_BT, layout)
@@ -167,6 +183,14 @@ class MoE(nnx.Module):
         if is_token_BT is not None:
             stats = stats._replace(expert_NK=routing.expert_NK)
         return (leave_replicated if replicated else join_positions)(y_BtD, layout), stats
+
+    def _recorded(self) -> Int[Array, "N K"] | None:
+        if self.recorded is None:
+            return None
+        expert_BTK = self.recorded[...]
+        if not self.spec.route.replicated:
+            expert_BTK = own_positions(expert_BTK, self.spec.layout)
+        return expert_BTK.reshape(-1, expert_BTK.shape[2])
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None

@@ -30,12 +30,22 @@ class Routing(NamedTuple):
 
 
 def route(
-    logit_NE: Float[Array, "N E"], bias_E: Float[Array, " E"], cfg: RouterConfig, *, k: int
+    logit_NE: Float[Array, "N E"],
+    bias_E: Float[Array, " E"],
+    cfg: RouterConfig,
+    *,
+    k: int,
+    recorded_NK: Int[Array, "N K"] | None = None,
 ) -> Routing:
     """Chooses the k experts with the highest score plus bias; weights come from the scores alone.
 
     With groups, only experts of a token's best groups are candidates. A group's score is the sum of
     its two best experts (sigmoid scores, DeepSeek-V3) or its best expert (softmax, DeepSeek-V2).
+
+    Args:
+      recorded_NK: experts to take in place of the choice, whatever their scores, groups and bias;
+        -1 in all K of a token: it chooses. None: all tokens choose.
+    Source: for recorded experts, Rollout Routing Replay (Ma et al. 2025).
     """
     if cfg.score == "softmax":
         score_NE = jax.nn.softmax(logit_NE, axis=-1)
@@ -44,7 +54,10 @@ def route(
     biased_NE = jax.lax.stop_gradient(score_NE + bias_E)
     if cfg.num_groups > 1:
         biased_NE = jnp.where(_allowed(biased_NE, cfg), biased_NE, -jnp.inf)
-    expert_NK = checkpoint_name(jax.lax.top_k(biased_NE, k)[1], PLACES)
+    expert_NK = jax.lax.top_k(biased_NE, k)[1]
+    if recorded_NK is not None:
+        expert_NK = jnp.where(recorded_NK < 0, expert_NK, recorded_NK)
+    expert_NK = checkpoint_name(expert_NK, PLACES)
     weight_NK = jnp.take_along_axis(score_NE, expert_NK, axis=-1)
     if cfg.renormalize:
         # 1e-20 keeps a token whose sigmoid scores all underflow finite (DeepSeek-V3 uses the same).

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from moejax.data.routing import FORMAT, FREE
 from moejax.errors import InputError
 from moejax.serve.batch import Batch, Request, Token, news
 from moejax.serve.texts import Decode, GrowingText
-
-FREE = -1  # in place of an expert: the token did not run, so a later run decides freely
-FORMAT = 1  # of the file, see docs/formats/routing.md
 
 
 @dataclass

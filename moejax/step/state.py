@@ -35,6 +35,9 @@ class Batch(NamedTuple):
     token_BT: Leaf
     target_BT: Leaf  # -1: no target
     segment_BT: Leaf
+    # Recorded experts of each token in each layer with experts, by `moe.router.route`; -1 for all K
+    # of a token: it chooses. None: all choose.
+    expert_BTLK: Leaf = None
 
 
 class Metrics(NamedTuple):

@@ -71,10 +71,21 @@ class TrainStep:
         """Sequences of a batch, and their length."""
         return self.cfg.train.batch_sequences, self.cfg.data.sequence_length
 
-    def abstract_batch(self) -> Batch:
-        """Shapes of one step's batch."""
-        array = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding)
-        return Batch(array, array, array)
+    def abstract_batch(self, *, training: bool = True) -> Batch:
+        """Shapes of one step's batch.
+
+        Args:
+          training: False for held-out text, whose experts are not recorded.
+        """
+
+        def array(*further: int) -> jax.ShapeDtypeStruct:
+            shape = (*self.batch_shape, *further)
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+
+        experts = None
+        if training and self.cfg.data.source == "routing":
+            experts = array(self.cfg.model.expert_layers, self.cfg.moe.experts_per_token)
+        return Batch(array(), array(), array(), experts)
 
     def abstract_prompt(self) -> tuple[jax.ShapeDtypeStruct, int]:
         """Returns the shapes that `next_logits` takes: a sequence on each device, and a length."""

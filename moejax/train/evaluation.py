@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from moejax.data.corpus import baselines
-from moejax.data.tokenizer import begin_of_document
+from moejax.data.tokenizer import Tokenizer, begin_of_document
 from moejax.data.tokens import TokenSource
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
@@ -64,7 +64,9 @@ def score(
     """
     nats, targets = 0.0, 0
     with compiling or nullcontext():
-        processes.compile(train_step.evaluate, train_step.abstract, train_step.abstract_batch())
+        processes.compile(
+            train_step.evaluate, train_step.abstract, train_step.abstract_batch(training=False)
+        )
     for batch, count in held_out_batches(train_step, source, limit):
         nats += float(train_step.evaluate(state, batch))
         targets += count
@@ -135,15 +137,15 @@ def finish(run: Run, state: TrainState) -> None:
     run.watch.enter("save", last)
     run.record_saved(run.checkpoints.wait())
     run.watch.enter("sample", last)
-    if run.cfg.train.sample_tokens:
-        _show_sample(run, state)
+    if run.cfg.train.sample_tokens and run.inputs.tokenizer is not None:
+        _show_sample(run, state, run.inputs.tokenizer)
     run.display.note(
         f"done: {run_dir} at step {last}; look at it: moejax report {run_dir} --out report.html"
     )
 
 
-def _show_sample(run: Run, state: TrainState) -> None:
-    length, tokenizer = run.cfg.train.sample_tokens, run.inputs.tokenizer
+def _show_sample(run: Run, state: TrainState, tokenizer: Tokenizer) -> None:
+    length = run.cfg.train.sample_tokens
     prompt = [begin_of_document(tokenizer), *tokenizer.encode(run.cfg.train.sample_prompt)]
     with run.display.busy("sampling a text"):
         tokens = sample(

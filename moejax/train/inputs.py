@@ -10,6 +10,7 @@ import numpy as np
 
 from moejax.config.schema import Config
 from moejax.data import batches as data_batches
+from moejax.data.routing import experts_of
 from moejax.data.skipped import SkippedData, data_position
 from moejax.data.sources import Content, describe_sources, open_sources
 from moejax.data.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ class Inputs:
     cfg: Config
     train: data_batches.Batches
     held_out: TokenSource | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None where the data do not name one
     vocab_size: int  # the tokenizer's; the model's may be larger
     content: Content = field(default_factory=dict)  # identifies the data
     skipped: Sequence[SkippedData] = ()  # batches left out, see `train.records.skipped_data`
@@ -56,7 +57,7 @@ def on_devices(train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
     Args:
       rows: (first, last) -> those rows of the global batch.
     """
-    shape = train_step.batch_shape
+    shape = train_step.batch_shape  # and further dimensions
 
     def bounds(index: Any) -> tuple[int, int]:
         return index[0].indices(shape[0])[:2]
@@ -65,9 +66,13 @@ def on_devices(train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
     held = set(map(bounds, sharding.addressable_devices_indices_map(shape).values()))
     read = {block: rows(*block) for block in sorted(held)}
 
-    def array(name: str) -> jax.Array:
+    def array(name: str) -> jax.Array | None:
+        found = {block: getattr(own, name) for block, own in read.items()}
+        like = next(iter(found.values()))
+        if like is None:
+            return None
         return jax.make_array_from_callback(
-            shape, sharding, lambda index: getattr(read[bounds(index)], name)
+            (*shape, *like.shape[2:]), sharding, lambda index: found[bounds(index)]
         )
 
     return Batch(*map(array, Batch._fields))
@@ -88,7 +93,7 @@ def held_out_batches(
     for whole in batches:
 
         def rows(first: int, last: int, whole: Any = whole) -> Any:
-            return Batch(*(getattr(whole, name)[first:last] for name in Batch._fields))
+            return jax.tree.map(lambda x: x[first:last], whole)
 
         yield on_devices(train_step, rows), int(np.sum(whole.target_BT >= 0))
 
@@ -96,7 +101,7 @@ def held_out_batches(
 def open_inputs(cfg: Config) -> Inputs:
     """Opens the data a config names, or raises InputError about it. Touches no device."""
     data, length = cfg.data, cfg.data.sequence_length
-    sources = open_sources(data, model_vocab=cfg.model.vocab_size)
+    sources = open_sources(data, model_vocab=cfg.model.vocab_size, experts=experts_of(cfg))
     train, held_out, tokenizer, mixture = sources
     ordered = data_batches.Batches(
         train,

@@ -18,6 +18,7 @@ import functools
 import math
 import time
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -177,7 +178,7 @@ class Oracle:
         """Returns loss, gradients and the next state: a micro-batch after the other."""
         cfg, targets, found = self.cfg, _targets(batch), None
         for rows in micro_batch_rows(cfg):
-            part = Batch(*(x[rows] for x in batch))
+            part = jax.tree.map(itemgetter(rows), batch)
             shares = tuple(own / whole for own, whole in zip(_targets(part), targets, strict=True))
             key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
             one = self._graded(state.params, state, part, shares, jax.random.split(key)[0], rows)

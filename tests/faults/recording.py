@@ -22,7 +22,7 @@ import numpy as np
 def row_digests(batch: Any) -> dict[int, str]:
     """Returns the digests of a batch's rows on this process's devices, by row."""
     digests: dict[int, str] = {}
-    shards = [array.addressable_shards for array in batch]
+    shards = [array.addressable_shards for array in batch if array is not None]
     for same_rows in zip(*shards, strict=True):
         first = same_rows[0].index[0].start or 0
         rows = zip(*(np.asarray(shard.data) for shard in same_rows), strict=True)

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from moejax.checkpoint.manifest import read_manifest, write_manifest
 from moejax.config.load import load_config
 from moejax.data.prepare.documents import read_documents
+from moejax.data.routing import ModelExperts, open_recorded
 from moejax.data.tokenizer import FileTokenizer
 from moejax.data.tokens import open_files, verify
 from moejax.errors import InputError
@@ -26,6 +29,7 @@ from moejax.plan.published import read_published
 from moejax.plan.search.file import Plan, load_plan, save_plan
 from moejax.report.goodput import read_goodput
 from moejax.report.page import page_data
+from moejax.serve.samples import Sample, write_routing
 from tests.hf.golden import cases_of, golden_folder
 from tests.integration.runs import describe, write_config, write_tokens
 
@@ -52,6 +56,15 @@ def routing(folder):
     path = folder / "routing.json"
     path.write_text(json.dumps({"step": 10, "load": [[5, 6, 7, 8], [1, 20, 3, 4]]}))
     return [path], lambda: read_expert_load(str(path), 4)
+
+
+def recorded_routing(folder):
+    path, rng = folder / "samples.npz", np.random.default_rng(0)
+    sample = Sample([1, 2], [3, 4, 5])
+    sample.expert_TLK = np.argsort(rng.random((5, 2, 4)))[..., :2].astype(np.int16)
+    write_routing(str(path), [sample] * 3, layers=[0, 2], num_experts=4)
+    experts = ModelExperts(num_experts=4, experts_per_token=2, layers=(0, 2))
+    return [path], lambda: open_recorded([str(path)], model_vocab=8, experts=experts)
 
 
 def config(folder):
@@ -152,7 +165,7 @@ def run(folder):
 
 READERS = (
     topology, plan, routing, config, config_json, tokens, jsonl, gzipped, parquet, tokenizer,
-    manifest, weights, published, run,
+    manifest, weights, published, run, recorded_routing,
 )  # fmt: skip
 # Readers of packages that an extra installs -> the package.
 NEEDS = {"parquet": "pyarrow", "tokenizer": "tokenizers"}

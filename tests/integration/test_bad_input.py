@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from moejax.checkpoint import manifest
@@ -15,6 +16,7 @@ from moejax.data.prepare.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
+from moejax.serve.samples import Sample, write_routing
 from moejax.train import planning
 from moejax.train.__main__ import main
 from moejax.train.inputs import open_inputs
@@ -149,6 +151,21 @@ def test_data_that_is_damaged_is_refused(command, tokens, name, damage, fragment
     (tokens / name).write_bytes(damage((tokens / name).read_bytes()))
     words = BIN if name == "a.bin" else RECORDS
     refused_without_a_run_directory(command, tokens, words, fragments)
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        ((), ["a.npz has experts of a layer: 4, the model 8"]),
+        (("moe.num_experts=4",), ["layers with experts: [0, 2]", "[0, 1, 2, 3]"]),
+        (("model.moe_every=none",), ["`data.source` is routing", "no experts"]),
+    ],
+)
+def test_recorded_routing_of_another_model_is_refused(command, tmp_path, words, fragments):
+    sample = Sample([1], [2, 3], expert_TLK=np.tile(np.int16([0, 1]), (3, 2, 1)))
+    write_routing(str(tmp_path / "a.npz"), [sample], layers=[0, 2], num_experts=4)
+    words = ("data.source=routing", "data.train_files=a.npz", *words)
+    refused_without_a_run_directory(command, tmp_path, words, fragments)
 
 
 @pytest.mark.parametrize(

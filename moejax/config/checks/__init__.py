@@ -148,6 +148,11 @@ def _check_data(cfg: Config) -> None:
             f"`data.train_files` is empty, but `data.source` is {cfg.data.source}. Name token "
             "files or globs, or set data.source=stdlib.",
         )
+    require(
+        cfg.data.source != "routing" or cfg.model.expert_layers > 0,
+        "`data.source` is routing, but the model has no experts. Its tokens all take the same way. "
+        "Set data.source=tokens, or give the model experts.",
+    )
     weights, files = cfg.data.train_weights, cfg.data.train_files
     require(
         not weights or len(weights) == len(files),

@@ -95,7 +95,7 @@ def _arguments(train_step: TrainStep) -> Any:
         return (size * math.sqrt(2) * jnp.sin(places)).astype(x.dtype)
 
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), train_step.abstract)
-    batch = train_step.abstract_batch()
+    batch = jax.tree.map(lambda x: jnp.full(x.shape, -1, x.dtype), train_step.abstract_batch())
     places = jnp.arange(math.prod(batch.token_BT.shape), dtype=jnp.int32)
     token_BT = (places * SCATTER % train_step.cfg.model.vocab_size).reshape(batch.token_BT.shape)
     segment_BT = jnp.zeros(batch.token_BT.shape, jnp.int32)

@@ -84,6 +84,8 @@ class StagedModel:
       only_embedding: whether no layer is before the stages.
       segment_MBT, target_MBT, token_MBT: rows of all micro-batches, stage by stage; the last is
         None where no stage looks up tokens of another's.
+      expert_MBTLK: recorded experts in this stage's layers, of all micro-batches, stage by stage;
+        None where tokens choose.
       biases: selection biases of this stage's layers [L, E]; empty without experts.
       expert_layers: number of expert layers in the model.
     """
@@ -129,6 +131,32 @@ class StagedModel:
         here = sum(map(len, jax.tree.leaves(self.biases)))
         every = sum(map(len, jax.tree.leaves(state.router_bias)))
         self.expert_layers = every + here * (self.stages - 1)
+        self.expert_MBTLK = self._recorded_here(here)
+
+    def _recorded_here(self, layers: int) -> jax.Array | None:
+        """Returns `expert_MBTLK`. Wire: (P - 1) / P of the local experts, over the stages.
+
+        Args:
+          layers: number of this stage's layers with experts.
+        """
+        expert_JBTLK, P = self.local_batch.expert_BTLK, self.stages
+        if expert_JBTLK is None:
+            return None
+        J, B, T, L, K = expert_JBTLK.shape
+        # Virtual stage 0 of all stages comes first: V P L.
+        staged = expert_JBTLK[:, :, :, L - layers * P :]
+        by_stage = staged.reshape(J, B, T, self.virtual_stages, P, -1, K)
+        own_PJBT = wire.all_to_all(jnp.moveaxis(by_stage, 4, 0), self.layout.stage, tag=None)
+        return own_PJBT.reshape(P * J, B, T, layers, K)
+
+    def _recorded_of(self, task: StageTask, index: jax.Array) -> list[jax.Array]:
+        """Returns the recorded experts [B, T, K] of a task, for each expert block of a layer."""
+        assert self.expert_MBTLK is not None
+        expert_BTLK = context.own(self.rows_of(self.expert_MBTLK, task.micro_batch), self.layout)
+        expert_BTLK = self.slice_of(expert_BTLK, task.slice_index)
+        count = expert_BTLK.shape[2] // (self.virtual_stages * self.repeats)
+        own = lax.dynamic_slice_in_dim(expert_BTLK, index * count, count, axis=2)
+        return [own[:, :, block] for block in range(count)]
 
     def link(
         self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array
@@ -231,6 +259,8 @@ class StagedModel:
         """
         rows = entry(self.local_batch, j)
         model, noise = self.transformer(outer), self.noise(self.stage_index, j)
+        if rows.expert_BTLK is not None:
+            model.use_recorded(rows.expert_BTLK)
         with jax.named_scope("embed"):
             x_BtD, stats = model.before_stages(rows.token_BT, rows.segment_BT, noise)
         return links.order_by_slices(x_BtD, self.slices, self.layout), stats
@@ -269,6 +299,8 @@ class StagedModel:
 
         def run(weights: Tree, past: Past, x_BtD: jax.Array) -> Any:
             model = self.model.merge(self._with_layer(self.weights.outer, weights), biases)
+            if self.expert_MBTLK is not None:
+                model.groups[-1].use_recorded(self._recorded_of(task, index))
             of_slice = Slice(task.slice_index, length, past) if past else None
             return model.in_layer(x_BtD, segment_BT, noise, of_slice)
 

@@ -26,7 +26,6 @@ from moejax.plan.price.candidate import trace_config
 from moejax.plan.trace.reader import collectives
 from moejax.step.model import check_adapters, layouts_of
 from moejax.step.pipeline.stage import Layers
-from moejax.step.state import Batch
 from tests.annotations import without_annotations
 from tests.cases import CERTAIN, few, random_batch, small_config, step_for
 
@@ -77,7 +76,7 @@ def as_one_device_sees_it(cfg, batch):
     each = count // mesh.stage
     rows = np.arange(cfg.train.batch_sequences).reshape(mesh.stage, ranks, each, -1)
     order = rows.swapaxes(1, 2).reshape(-1)
-    return Batch(*(x[order] for x in batch))
+    return jax.tree.map(lambda x: x[order], batch)
 
 
 def biased(state, layers, experts, bias):
