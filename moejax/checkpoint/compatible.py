@@ -36,6 +36,7 @@ FREE = (
     "model.scan_layers",
     "moe.headroom",
     "moe.slots",
+    "moe.slots_from",
     "moe.implementation",
     "lora.base_dtype",
     "kernels",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
@@ -111,7 +112,7 @@ def prune(directory: Path, keep: int) -> None:
 # A year: `watchdog.save_s` says how long a save may take. Orbax would end one after 20 minutes, and
 # by the wall clock (orbax 0.12), so also when the clock is set forward.
 SAVE_TIMEOUT_S = 365 * 24 * 3600
-ITEMS = ("counters", "weights", "optimizer", "reduction")
+ITEMS = ("counters", "weights", "optimizer", "load", "reduction")
 
 
 class Checkpoints:
@@ -281,6 +282,8 @@ def _items(state: TrainState) -> dict[str, Any]:
     }
     if jax.tree.leaves(state.optimizer):  # weights that were imported have none yet
         items["optimizer"] = state.optimizer
+    if state.load_LE is not None:
+        items["load"] = {"load": state.load_LE}
     if jax.tree.leaves(state.reduction):
         items["reduction"] = {"codecs": state.reduction}
     return items
@@ -328,6 +331,8 @@ def restore_state(saved: Saved, abstract: TrainState, *, reduction: bool = True)
       reduction: whether to read the codecs' state too; otherwise it is None.
     """
     names = ITEMS if reduction else ITEMS[:-1]
+    if not (saved.path / "load").exists():  # the run had no copies of experts before
+        names = tuple(name for name in names if name != "load")
     return _of_items(restore_items(saved.path, abstract, names), abstract, reduction)
 
 
@@ -338,7 +343,7 @@ def state_of(
     read = {
         name: _like(tree, {path: arrays[f"{name}/{path}"] for path in flat(tree)})
         for name, tree in _items(abstract).items()
-        if reduction or name != "reduction"
+        if (reduction or name != "reduction") and (name != "load" or "load/load" in arrays)
     }
     return _of_items(read, abstract, reduction)
 
@@ -347,12 +352,18 @@ def _of_items(read: Mapping[str, Any], abstract: TrainState, reduction: bool) ->
     codec_state: Any = abstract.reduction if reduction else None
     if "reduction" in read:
         codec_state = read["reduction"]["codecs"]
+    load, load_LE = abstract.load_LE, None
+    if "load" in read:
+        load_LE = read["load"]["load"]
+    elif load is not None:
+        load_LE = jax.device_put(np.zeros(load.shape, load.dtype), load.sharding)
     return TrainState(
         **read["counters"],
         params=read["weights"]["params"],
         router_bias=read["weights"]["balance"],
         optimizer=read["optimizer"],
         reduction=codec_state,
+        load_LE=load_LE,
     )
 
 

@@ -277,10 +277,15 @@ class MoEConfig:
     )
     slots: int = setting(
         0,
-        "places of each device with experts for copies of hot experts of other devices, planned "
-        "from each micro-batch's choices",
+        "places of each device with experts for copies of hot experts of other devices",
         at_least=0,
         at_most=3,
+    )
+    slots_from: str = setting(
+        "now",
+        "load that copies are planned for; now: of each micro-batch's choices; last: of the step "
+        "before, so that weights of copies travel beside attention",
+        choices=("now", "last"),
     )
     implementation: str = setting(
         "auto",

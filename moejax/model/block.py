@@ -26,7 +26,7 @@ from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, RMSNorm
 from moejax.model.rope import Angles, angles_at
-from moejax.moe.layer import MoE, MoEStats, RecordedExperts
+from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
 
 # Calls a block's attention; returns its output, and the arrays for a cache.
@@ -207,6 +207,12 @@ class Pattern(nnx.Module):
         layers = [block.moe for block in self.blocks if block.moe is not None]
         for layer, expert_BTK in zip(layers, experts, strict=True):
             layer.recorded = RecordedExperts(expert_BTK)
+
+    def use_load(self, loads: Iterable[jax.Array]) -> None:
+        """Sets `MoE.known_load` of each block with experts, in order."""
+        layers = [block.moe for block in self.blocks if block.moe is not None]
+        for layer, load_E in zip(layers, loads, strict=True):
+            layer.known_load = KnownLoad(load_E)
 
     def __call__(
         self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles, noise: Noise | None

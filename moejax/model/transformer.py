@@ -86,6 +86,23 @@ class Transformer(nnx.Module):
             group.use_recorded(own_BTLK.reshape(B, T, repeats, count, K).transpose(3, 2, 0, 1, 4))
             first += repeats * count
 
+    def use_load(self, load_LE: Int[Array, "L E"]) -> None:
+        """Plans copies of hot experts for an earlier load; the next call of this object does so.
+
+        The module for multi-token prediction plans for its own choices.
+
+        Args:
+          load_LE: of all L layers with experts, as in `Metrics`; those before stages alone if this
+            object runs no others.
+        """
+        first = 0
+        groups = layer_groups(self.cfg, stacked=self.spec.stacked)
+        for group, (kinds, repeats) in zip(self.groups, groups, strict=True):
+            count = sum(kind.mlp == "moe" for kind in kinds)
+            own_LE = load_LE[first : first + repeats * count]
+            group.use_load(own_LE.reshape(repeats, count, -1).swapaxes(0, 1))
+            first += repeats * count
+
     def __call__(
         self, token_BS: Int[Array, "B S"], segment_BS: Int[Array, "B S"], noise: Noise | None = None
     ) -> tuple[Float[Array, "B T D"], Weight, MoEStats | None]:

@@ -145,28 +145,39 @@ def place_shares(share_E: np.ndarray, copies: Copies, rings_r: list[np.ndarray])
     return places.reshape(-1)
 
 
-def spread(
-    expert_NK: Int[Array, "N K"], weights: ExpertWeights, moe: MoEConfig, layout: Layout
-) -> tuple[Int[Array, "N K"], ExpertWeights, MoEConfig]:
-    """Plans copies for this routing. Returns places, weights of all places, and their config.
+def copy_hot(
+    load_E: Int[Array, " E"], weights: ExpertWeights, moe: MoEConfig, layout: Layout
+) -> tuple[Copies, ExpertWeights]:
+    """Plans copies for a load. Returns the plan, and the weights of all places of this device.
 
-    Without slots an expert is its place. Per device. Wire: the load, summed; a permutation of one
-    expert's weights for each slot.
+    Wire: a permutation of one expert's weights for each slot.
+
+    Args:
+      weights: of this device's experts, gathered.
+    """
+    rings_r = rings(layout, moe.slots)
+    copies = Copies(*(checkpoint_name(x, PLACES) for x in plan_copies(scaled(load_E), rings_r)))
+    return copies, add_copies(weights, copies, rings_r, layout.expert_owner_axes)
+
+
+def load_of(expert_NK: Int[Array, "N K"], num_experts: int, layout: Layout) -> Int[Array, " E"]:
+    """Returns the load of the devices that exchange with this one. Wire: the load, summed."""
+    axes = layout.expert + layout.tensor
+    return wire.all_reduce(count_load(expert_NK, num_experts), axes, tag=None)
+
+
+def spread(
+    expert_NK: Int[Array, "N K"], copies: Copies, moe: MoEConfig, layout: Layout
+) -> tuple[Int[Array, "N K"], MoEConfig]:
+    """Returns the places of choices, and a config that has places for experts.
 
     Args:
       expert_NK: choices; `moe.num_experts`: dropped.
-      weights: of this device's experts, gathered.
     """
-    if not moe.slots:
-        return expert_NK, weights, moe
-    rings_r, axes = rings(layout, moe.slots), layout.expert + layout.tensor
-    load_E = wire.all_reduce(count_load(expert_NK, moe.num_experts), axes, tag=None)
-    copies = Copies(*(checkpoint_name(x, PLACES) for x in plan_copies(scaled(load_E), rings_r)))
     places = moe.num_experts + layout.size(layout.expert_owner_axes) * moe.slots
-    placement = placement_of(copies, rings_r, moe.num_experts)
+    placement = placement_of(copies, rings(layout, moe.slots), moe.num_experts)
     place_NK = place_of(expert_NK, placement, places=places)
-    held = add_copies(weights, copies, rings_r, layout.expert_owner_axes)
-    return place_NK, held, dataclasses.replace(moe, num_experts=places)
+    return place_NK, dataclasses.replace(moe, num_experts=places)
 
 
 class Placement(NamedTuple):

@@ -53,13 +53,17 @@ from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
-from moejax.moe.copies import spread
+from moejax.moe.copies import Copies, copy_hot, load_of, spread
 from moejax.moe.dispatch import Overflow, drop_above, moe_ffn
 from moejax.moe.sizes import expert_capacity
 
 
 class RouterBias(nnx.Variable):
     """Selection bias of loss-free balancing: state that no gradient reaches."""
+
+
+class KnownLoad(nnx.Variable):
+    """The load of an earlier step, assignments to each expert [E]."""
 
 
 class RecordedExperts(nnx.Variable):
@@ -85,6 +89,7 @@ class MoEWeights(NamedTuple):
 
     router_DE: Float[Array, "D E"]
     experts: ExpertWeights
+    copies: Copies | None = None  # those that `experts` has, if they were planned before
 
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
@@ -98,6 +103,8 @@ class MoE(nnx.Module):
     Attributes:
       recorded: the experts to which tokens go, as `router.route` takes them; None: tokens choose.
         `Transformer.use_recorded` sets it for one step.
+      known_load: the load for which copies of hot experts are planned; None: that of this call's
+        choices. `Transformer.use_load` sets it for one step.
     """
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
@@ -106,6 +113,7 @@ class MoE(nnx.Module):
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
         self.moe, self.spec, self.clamp = moe, spec, cfg.clamp
         self.recorded: RecordedExperts | None = nnx.data(None)
+        self.known_load: KnownLoad | None = nnx.data(None)
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
         self.w_in = nnx.Param(normal(rngs.params(), (E, D, 2, F), jnp.float32), dims="EDUF")
         self.w_out = nnx.Param(out(rngs.params(), (E, F, D), jnp.float32), dims="EFD")
@@ -124,9 +132,11 @@ class MoE(nnx.Module):
         )
         if self.moe.expert_bias:
             b_in, b_out = (gather_float32(b, self.spec) for b in (self.b_in, self.b_out))
-        return MoEWeights(
-            router_DE, ExpertWeights(w_in, w_out, b_in, b_out, in_adapter, out_adapter)
-        )
+        experts = ExpertWeights(w_in, w_out, b_in, b_out, in_adapter, out_adapter)
+        if self.known_load is None:
+            return MoEWeights(router_DE, experts)
+        copies, held = copy_hot(self.known_load[...], experts, self.moe, self.spec.layout)
+        return MoEWeights(router_DE, held, copies)
 
     def __call__(
         self,
@@ -164,11 +174,7 @@ class MoE(nnx.Module):
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
-        place_NK, experts, places = spread(expert_NK, weights.experts, moe, layout)
-        settings = places, self.spec
-        y_ND, overflow = moe_ffn(
-            x_ND, routing.weight_NK, place_NK, experts, *settings, clamp=self.clamp
-        )
+        y_ND, overflow = self._run_experts(x_ND, routing.weight_NK, expert_NK, weights)
         y_BtD = y_ND.reshape(x_BtD.shape)
 
         def own_rows(x_N: jax.Array) -> jax.Array:
@@ -191,6 +197,18 @@ class MoE(nnx.Module):
         if not self.spec.route.replicated:
             expert_BTK = own_positions(expert_BTK, self.spec.layout)
         return expert_BTK.reshape(-1, expert_BTK.shape[2])
+
+    def _run_experts(
+        self, x_ND: jax.Array, weight_NK: jax.Array, expert_NK: jax.Array, weights: MoEWeights
+    ) -> tuple[jax.Array, Overflow]:
+        """The exchange and the experts: by experts, or with slots by places."""
+        moe, spec, experts, copies = self.moe, self.spec, weights.experts, weights.copies
+        if moe.slots:
+            if copies is None:
+                load_E = load_of(expert_NK, moe.num_experts, spec.layout)
+                copies, experts = copy_hot(load_E, experts, moe, spec.layout)
+            expert_NK, moe = spread(expert_NK, copies, moe, spec.layout)
+        return moe_ffn(x_ND, weight_NK, expert_NK, experts, moe, spec, clamp=self.clamp)
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None

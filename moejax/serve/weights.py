@@ -44,7 +44,7 @@ class Separator:
             part: self._taken(getattr(state, part), getattr(held, part), keep)
             for part in ("params", "router_bias", "frozen")
         }
-        return state._replace(optimizer=(), reduction=None, **taken)
+        return state._replace(optimizer=(), reduction=None, load_LE=None, **taken)
 
     def _taken(self, tree: Tree, held: Tree, keep: bool) -> Tree:
         """Moves weights, and cuts the stacked ones of a layer group into groups of one repeat."""

@@ -53,12 +53,15 @@ def train_step(
     router_bias = state.router_bias
     if rate:
         router_bias = _update_router_bias(model, router_bias, loss_parts.load_LE)
-    router_bias, reduction = jax.tree.map(
-        partial(jnp.where, finite), (router_bias, reduction), (state.router_bias, state.reduction)
+    load_LE = None if state.load_LE is None else loss_parts.load_LE
+    router_bias, reduction, load_LE = jax.tree.map(
+        partial(jnp.where, finite),
+        (router_bias, reduction, load_LE),
+        (state.router_bias, state.reduction, state.load_LE),
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
     state = TrainState(
-        state.step + 1, skipped, params, router_bias, moments, reduction, state.frozen
+        state.step + 1, skipped, params, router_bias, moments, reduction, state.frozen, load_LE
     )
     return state, Metrics(
         loss=loss_parts.nll,
@@ -193,6 +196,8 @@ def _loss_of(
     transformer = model.merge(params, state.router_bias, frozen)
     if rows.expert_BTLK is not None:
         transformer.use_recorded(rows.expert_BTLK)
+    if state.load_LE is not None:
+        transformer.use_load(state.load_LE)
     if num_targets.ahead is None:
         x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
     else:

@@ -143,7 +143,10 @@ class TrainStep:
     def _first(self, params: Tree) -> TrainState:
         """The state before the first step, without frozen weights and selection biases."""
         zero, moments = jnp.zeros((), jnp.int32), self._optimizer.init(params)
-        return TrainState(zero, zero, params, None, moments, self._empty_reduction())
+        load = self.abstract.load_LE
+        load_LE = None if load is None else jnp.zeros(load.shape, load.dtype)
+        reduction = self._empty_reduction()
+        return TrainState(zero, zero, params, None, moments, reduction, load_LE=load_LE)
 
     def _adapters(self) -> Tree:
         return init_adapters(self.cfg.train.seed, self.dims, self.abstract.params)
@@ -178,7 +181,7 @@ class TrainStep:
         Args:
           dtype: dtype of trained matrices; None: as in training.
         """
-        weights = self.abstract._replace(optimizer=(), reduction=None)
+        weights = self.abstract._replace(optimizer=(), reduction=None, load_LE=None)
         if dtype is not None and weights.frozen is None:
             weights = weights._replace(params=matrices_in(dtype, self.dims, weights.params))
         return replace(self, abstract=weights)
@@ -311,7 +314,11 @@ def _describe_state(
     optimizer, scalar = _build_optimizer(model), jax.ShapeDtypeStruct((), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)
     residuals = jax.tree.map(partial(residual_shapes, model.spec), params, dims, model.layouts)
-    shapes = TrainState(scalar, scalar, params, router_bias, moments, residuals, frozen)
+    load, moe = None, model.cfg.moe
+    if moe.slots and moe.slots_from == "last":
+        layers = sum(len(bias.shape) and bias.shape[0] for bias in jax.tree.leaves(router_bias))
+        load = jax.ShapeDtypeStruct((layers, moe.num_experts), jnp.int32)
+    shapes = TrainState(scalar, scalar, params, router_bias, moments, residuals, frozen, load)
 
     def sharded(params: Tree, dims: Tree) -> Tree:
         layouts = layouts_of(params, model.cfg, model.spec)
@@ -329,6 +336,7 @@ def _describe_state(
         optimizer=optimizer.specs(params, moments, param_specs),
         reduction=residual_specs(residuals, params, dims, model.layouts),
         frozen=sharded(frozen, model.frozen_dims),
+        load_LE=None if load is None else P(),
     )
     return shapes, specs
 

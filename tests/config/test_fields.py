@@ -37,7 +37,8 @@ FIELD_NAMES = {
     ),
     "moe": (
         "capacity_factor expert_bias expert_hidden experts_per_token headroom implementation "
-        "num_experts num_shared_experts router_bias shared_gate shared_hidden slots"
+        "num_experts num_shared_experts router_bias shared_gate shared_hidden "
+        "slots slots_from"
     ),
     "moe.router": (
         "balance_loss balance_over bias_update_rate groups_per_token jitter num_groups "

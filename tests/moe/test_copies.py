@@ -4,6 +4,7 @@ import dataclasses
 from unittest import mock
 
 import hypothesis
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from moejax.moe.copies import (
     rings,
     scaled,
 )
-from tests.cases import small_config
+from tests.cases import one_device_state, place, random_batch, skew, small_config, spread, step_for
 from tests.step.against_oracle import check_against_oracle
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
@@ -186,3 +187,53 @@ def test_copies_keep_a_skewed_layer_out_of_rounds():
     cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, slots=3))
     spread = check_against_oracle(cfg, HOT[:1], path="usual")
     assert int(spread.uneven_L3[0, 2]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("expert", {}),
+        pytest.param(
+            "all axes",
+            {"fsdp": 1, "expert": 2, "stage": 2, "tensor": 1, "stage_keeps": "input"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_copies_for_the_step_before_are_those_of_its_load(name, axes):
+    """One step of zeros makes none; the second sends what its own plan of the first's load says."""
+    cfg = with_slots(name, 1, slots_from="last")
+    mesh = dataclasses.replace(cfg.mesh, **axes)
+    parts = {"micro_batches": 2} if "stage" in axes else {}
+    cfg = dataclasses.replace(
+        cfg,
+        mesh=mesh,
+        model=dataclasses.replace(cfg.model, num_layers=2, moe_every=1),
+        train=dataclasses.replace(cfg.train, **parts),
+    )
+    plain = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, slots=0, slots_from="now"))
+    alone = dataclasses.replace(plain, mesh=MeshConfig(), train=small_config().train)
+    planned, real = [], copies.plan_copies
+
+    def note(load_E, rings_r, xp=jnp):
+        jax.debug.callback(lambda load: planned.append(tuple(load.tolist())), load_E)
+        return real(load_E, rings_r, xp)
+
+    def run(cfg):
+        """Losses and loads [L, E] of three steps, and the loads that each planned for."""
+        step, first, told = step_for(cfg), one_device_state(alone), []
+        if step.abstract.load_LE is not None:
+            first = first._replace(load_LE=jnp.zeros(step.abstract.load_LE.shape, jnp.int32))
+        state = spread(first._replace(router_bias=skew(first.router_bias, dict(HOT))), step)
+        with mock.patch.object(copies, "plan_copies", note):
+            for number in range(3):
+                planned.clear()
+                state, metrics = step.step(state, place(step, random_batch(cfg, number)))
+                jax.block_until_ready(state)
+                told.append((float(metrics.loss), np.asarray(metrics.load_LE), {*planned}))
+        return zip(*told, strict=True)
+
+    losses, loads, plans = run(cfg)
+    for seen, load_LE in zip(plans, (np.zeros_like(loads[0]), *loads[:2]), strict=True):
+        assert seen == {tuple(load) for load in load_LE.tolist()}
+    np.testing.assert_allclose(losses, next(run(plain)), rtol=1e-5)

@@ -128,6 +128,7 @@ _OF_MODEL: tuple[_Effect, ...] = (
         lambda cfg: cfg.moe.capacity_factor is None,
         "`moe.capacity_factor` is set, and buckets hold the capacity of every expert",
     ),
+    ("moe.slots_from", lambda cfg: cfg.moe.slots > 0, "`moe.slots` is 0"),
     (
         "moe.router.groups_per_token",
         lambda cfg: cfg.moe.router.num_groups > 1,

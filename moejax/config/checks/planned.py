@@ -15,7 +15,14 @@ LAYOUT = (
     "mesh.context_stripe",
     "mesh.context_exchange",
 )
-EXCHANGE = ("route", "route_chunks", "route_chunks_backward", "moe.headroom", "moe.slots")
+EXCHANGE = (
+    "route",
+    "route_chunks",
+    "route_chunks_backward",
+    "moe.headroom",
+    "moe.slots",
+    "moe.slots_from",
+)
 REDUCTION = ("train.reduction_bytes", "mesh.gather_dense", "mesh.gather_across")
 STAGES = ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices")
 CHUNKS = "model.stage_chunks"  # each chunk is a layer group of the arrays

@@ -70,6 +70,7 @@ TRAINING = (
     "moe.capacity_factor",
     "moe.headroom",
     "moe.slots",
+    "moe.slots_from",
     "moe.implementation",
     "moe.router.jitter",
     "moe.router.balance_loss",

@@ -196,8 +196,12 @@ def headrooms(cfg: Config, limits: Limits) -> Iterator[Config]:
 
 
 def slots(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Yields plans with copies of hot experts."""
-    return _each(cfg, limits, "moe.slots", range(3 + 1)) if cfg.model.has_experts else iter(())
+    """Yields plans with copies of hot experts, planned for the step before or for each call."""
+    if cfg.model.has_experts and limits.free("moe.slots"):
+        sources = ("last", "now") if limits.free("moe.slots_from") else (cfg.moe.slots_from,)
+        both = [(r, source) for r in range(1, 4) for source in sources]
+        changes = [{"moe.slots": r, "moe.slots_from": source} for r, source in both]
+        yield from changed(cfg, limits, changes)
 
 
 def more_chunks(cfg: Config, limits: Limits) -> Iterator[Config]:

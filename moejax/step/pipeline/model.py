@@ -158,6 +158,14 @@ class StagedModel:
         own = lax.dynamic_slice_in_dim(expert_BTLK, index * count, count, axis=2)
         return [own[:, :, block] for block in range(count)]
 
+    def _load_of(self, load_LE: jax.Array, index: jax.Array) -> jax.Array:
+        """Returns the load of each expert block [n, E] of a layer, of that of all layers."""
+        layers = self.virtual_stages * self.stages * self.repeats
+        count = sum(map(len, jax.tree.leaves(self.biases))) // (self.virtual_stages * self.repeats)
+        staged_LnE = load_LE[len(load_LE) - layers * count :].reshape(layers, count, -1)
+        stage = index // self.repeats * self.stages + self.stage_index
+        return staged_LnE[stage * self.repeats + index % self.repeats]
+
     def link(
         self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array
     ) -> links.StageLink:
@@ -261,6 +269,8 @@ class StagedModel:
         model, noise = self.transformer(outer), self.noise(self.stage_index, j)
         if rows.expert_BTLK is not None:
             model.use_recorded(rows.expert_BTLK)
+        if self.training and self.state.load_LE is not None:
+            model.use_load(self.state.load_LE)
         with jax.named_scope("embed"):
             x_BtD, stats = model.before_stages(rows.token_BT, rows.segment_BT, noise)
         return links.order_by_slices(x_BtD, self.slices, self.layout), stats
@@ -301,6 +311,8 @@ class StagedModel:
             model = self.model.merge(self._with_layer(self.weights.outer, weights), biases)
             if self.expert_MBTLK is not None:
                 model.groups[-1].use_recorded(self._recorded_of(task, index))
+            if self.training and self.state.load_LE is not None:
+                model.groups[-1].use_load(self._load_of(self.state.load_LE, index))
             of_slice = Slice(task.slice_index, length, past) if past else None
             return model.in_layer(x_BtD, segment_BT, noise, of_slice)
 
