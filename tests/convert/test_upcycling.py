@@ -24,7 +24,7 @@ from moejax.hf.model import describe_anywhere
 from moejax.moe.router import route
 from moejax.step.state import TrainState, flat
 from moejax.train.__main__ import main as train
-from tests.cases import place, random_batch, step_for
+from tests.cases import CERTAIN, place, random_batch, step_for
 from tests.oracle import oracle_loss
 
 # Whole models are traced, whose layers have tests.
@@ -254,11 +254,15 @@ def test_pieces_of_a_matrix_are_those_of_the_whole(dense, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, upcycled(out="pieces", **FINE)[1], exact)
 
 
+# Compiles no overflow rounds. An upcycled model may be trained with a capacity.
+CERTAIN_LATER = {f"moe.{name}": value for name, value in CERTAIN.items()}
+
+
 def test_training_goes_on_from_it_and_tells_the_experts_apart(dense):
     dense()
     _, begun, _ = upcycled(**{"optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 0})
     words = {"train.num_steps": 3, "train.sample_tokens": 0, "mesh.replica": 8, "plan": "hand"}
-    flags = [f"--config.{name}={value}" for name, value in words.items()]
+    flags = [f"--config.{name}={value}" for name, value in (words | CERTAIN_LATER).items()]
     assert train(["--config", "out/config.json", *flags]) == 0
     lines = [json.loads(line) for line in Path("runs/out/metrics.jsonl").read_text().splitlines()]
     assert any(line["event"] == "step" for line in lines)
