@@ -25,6 +25,7 @@ from moejax.moe.router import route
 from moejax.step.state import TrainState, flat
 from moejax.train.__main__ import main as train
 from tests.cases import CERTAIN, place, random_batch, step_for
+from tests.integration.runs import write_tokens
 from tests.oracle import oracle_loss
 
 # Whole models are traced, whose layers have tests.
@@ -91,7 +92,7 @@ def dense(tmp_path, monkeypatch):
     return write
 
 
-def upcycled(*words, out="out", **settings):
+def upcycled(settings, *words, out="out"):
     """Runs the command, which must succeed. Returns the config and the weights that it wrote."""
     flags = [f"--config.{name}={value}" for name, value in settings.items()]
     assert main(["dense", "--out", out, *words, *flags]) == 0
@@ -146,7 +147,7 @@ def test_the_loss_is_that_of_the_dense_model(dense, model, settings):
     before, params = dense(**model)
     batch = random_batch(before)
     wanted = nats(before, params, {}, batch)
-    cfg, params, bias = upcycled(**settings)
+    cfg, params, bias = upcycled(settings)
     assert cfg.model.expert_layers > 0
     np.testing.assert_allclose(nats(cfg, params, bias, batch), wanted, rtol=0, atol=BOUND)
 
@@ -158,9 +159,10 @@ def test_the_loss_is_that_of_the_dense_model(dense, model, settings):
 def test_a_run_begins_with_the_loss_and_the_logits_of_the_dense_model(dense, settings, mesh):
     before, params = dense()
     batch = random_batch(before)
-    cfg, *_ = upcycled(**settings, **mesh)
+    cfg, *_ = upcycled(settings | mesh)
     step = step_for(cfg)
     source = find_source(cfg, "full")
+    assert source is not None
     weights, bias = read_weights(source, step.abstract)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, zero, weights, bias, (), None)
@@ -179,7 +181,7 @@ def test_a_run_begins_with_the_loss_and_the_logits_of_the_dense_model(dense, set
 def test_experts_are_copies_of_shards_in_turn(dense):
     """And all else is copied to the bit, onto the layers it came from."""
     _, before = dense()
-    _, params, bias = upcycled(**FINE, **{"moe.router.weight_scale": 2.0})
+    _, params, bias = upcycled(FINE | {"moe.router.weight_scale": 2.0})
     old, new = before["groups"][0]["blocks"][0], params["groups"][0]["blocks"][0]
     for e in range(12):
         units = slice(16 * (e % 3), 16 * (e % 3) + 16)
@@ -198,7 +200,7 @@ def test_experts_are_copies_of_shards_in_turn(dense):
 def test_a_token_chooses_every_shard_equally_often(dense, score):
     """Four experts of each shard, in four groups of three, of which a token chooses two."""
     dense()
-    cfg, params, _ = upcycled(**FINE, **{"moe.router.score": score})
+    cfg, params, _ = upcycled(FINE | {"moe.router.score": score})
     w_LDE = params["groups"][0]["blocks"][0]["moe"]["w_router"]
     assert abs(np.std(w_LDE) - 0.3) < 0.03, "model.init_deviation"
     assert len({column.tobytes() for w_DE in w_LDE for column in w_DE.T}) == 4 * 4
@@ -216,10 +218,12 @@ def experts_of(params):
     return {name: params["groups"][0]["blocks"][0]["moe"][name] for name in ("w_in", "w_out")}
 
 
-def test_noise_has_the_share_of_the_deviation_that_was_asked_for(dense):
+@pytest.mark.parametrize("piece", [64 << 20, 1000])
+def test_noise_has_the_share_of_the_deviation_that_was_asked_for(dense, monkeypatch, piece):
+    monkeypatch.setattr("moejax.checkpoint.arrays.PIECE_BYTES", piece)
     _, before = dense()
     exact, noisy = (
-        experts_of(upcycled(*words, out=out, **FINE)[1])
+        experts_of(upcycled(FINE, *words, out=out)[1])
         for words, out in [((), "exact"), (("--noise", "0.05"), "noisy")]
     )
     for name, wanted in exact.items():
@@ -239,7 +243,7 @@ def test_the_same_seed_gives_the_same_numbers(dense):
     dense()
     numbers = {}
     for out, seed in (("a", 3), ("b", 3), ("c", 4)):
-        upcycled("--noise", "0.1", "--seed", str(seed), out=out)
+        upcycled({}, "--noise", "0.1", "--seed", str(seed), out=out)
         manifest = read_manifest(Path(out, "0"))
         assert manifest["upcycled_from"].endswith("dense/checkpoints/7")
         numbers[out] = manifest["numbers"]
@@ -249,20 +253,25 @@ def test_the_same_seed_gives_the_same_numbers(dense):
 def test_pieces_of_a_matrix_are_those_of_the_whole(dense, monkeypatch):
     """As of a model whose matrices are larger than a piece."""
     dense()
-    exact = upcycled(**FINE)[1]
+    exact = upcycled(FINE)[1]
     monkeypatch.setattr("moejax.checkpoint.arrays.PIECE_BYTES", 1000)
-    jax.tree.map(np.testing.assert_array_equal, upcycled(out="pieces", **FINE)[1], exact)
+    jax.tree.map(np.testing.assert_array_equal, upcycled(FINE, out="pieces")[1], exact)
 
 
-# Compiles no overflow rounds. An upcycled model may be trained with a capacity.
-CERTAIN_LATER = {f"moe.{name}": value for name, value in CERTAIN.items()}
-
-
-def test_training_goes_on_from_it_and_tells_the_experts_apart(dense):
+def test_training_goes_on_from_it_and_tells_the_experts_apart(dense, tmp_path):
     dense()
-    _, begun, _ = upcycled(**{"optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 0})
-    words = {"train.num_steps": 3, "train.sample_tokens": 0, "mesh.replica": 8, "plan": "hand"}
-    flags = [f"--config.{name}={value}" for name, value in (words | CERTAIN_LATER).items()]
+    _, begun, _ = upcycled({"optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 0})
+    words = {
+        "data.source": "tokens",
+        "data.train_files": write_tokens(tmp_path / "tokens.bin"),
+        "train.num_steps": 3,
+        "train.sample_tokens": 0,
+        "mesh.replica": 8,
+        "plan": "hand",
+        # Compiles no overflow rounds. An upcycled model may be trained with a capacity.
+        **{f"moe.{name}": value for name, value in CERTAIN.items()},
+    }
+    flags = [f"--config.{name}={value}" for name, value in words.items()]
     assert train(["--config", "out/config.json", *flags]) == 0
     lines = [json.loads(line) for line in Path("runs/out/metrics.jsonl").read_text().splitlines()]
     assert any(line["event"] == "step" for line in lines)
@@ -282,7 +291,7 @@ def test_training_goes_on_from_it_and_tells_the_experts_apart(dense):
 
 def test_the_written_config_is_that_of_the_dense_run_with_experts(dense):
     before, _ = dense()
-    cfg, *_ = upcycled()
+    cfg, *_ = upcycled({})
     own = {"run_dir": "runs/out", "checkpoint.init_from": str(Path("out").absolute())}
     made = {"model.moe_every": 1, "moe.expert_hidden": HIDDEN, "model.mlp_hidden": 384}
     assert cfg == change(before, own | made)
@@ -349,7 +358,7 @@ def test_checkpoints_of_no_dense_model_are_refused(dense, capsys, monkeypatch):
 
 def test_a_model_with_experts_is_refused(dense, capsys, monkeypatch):
     dense()
-    upcycled()
+    upcycled({})
     assert "has experts already" in refused(capsys, monkeypatch, "out", "--out", "twice")
 
 
