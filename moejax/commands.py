@@ -37,6 +37,7 @@ COMMANDS = {
     "hf": Command(
         "import weights of Hugging Face's layout, and export them", "moejax.convert.command"
     ),
+    "upcycle": Command("turn a dense model into experts", "moejax.convert.upcycle_command"),
     "plan": Command(
         "choose mesh, route and codecs; plan probe: measure links",
         "moejax.plan.__main__",

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     )
     importing.add_argument("path", type=Path, metavar="PATH", help="folder of weights")
     importing.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
-    _add_dtype(importing, "float32", "bfloat16 takes half the room")
+    add_dtype(importing, "float32", "bfloat16 takes half the room")
     importing.add_argument(
         "--config.FIELD", metavar="VALUE", dest="_", help="a setting of the written config"
     )
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     exporting.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
     exporting.add_argument("--step", type=int, help="default: the newest")
-    _add_dtype(exporting, "bfloat16", "float32 keeps every bit of a run's weights")
+    add_dtype(exporting, "bfloat16", "float32 keeps every bit of a run's weights")
     exporting.add_argument(
         "--family", help="default: the family of the first weights, else the first that fits"
     )
@@ -83,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def _add_dtype(action: argparse.ArgumentParser, default: str, why: str) -> None:
+def add_dtype(action: argparse.ArgumentParser, default: str, why: str) -> None:
+    """Adds the flags `--dtype`, whose default has a reason, and `--debug`."""
     action.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,15 @@ def import_folder(
             plan = processes.together(lambda: plan_load(folder, *describe_anywhere(cfg)))
             needed = elements_of(plan) * jnp.dtype(dtype).itemsize
             check_space(out, needed, processes)
+            arrays = new_arrays(cfg, dtype)
+            sources = {
+                new: partial(read_bounds, plan, folder, path) for path, new in arrays.items()
+            }
+            facts = {"imported_from": str(path.absolute())}
+            text = f"reading {decimal(folder.total_bytes)} from {path}"
             with written_beside(out, processes) as beside:
-                _write_checkpoint(folder, plan, cfg, beside, dtype, processes, console)
+                with bar(console, text, elements_each(sources, processes)) as advance:
+                    write_checkpoint(sources, cfg, facts, beside, processes, advance)
                 if processes.first:
                     copy_small_files(path, beside / ORIGIN)
                     write_whole(beside / "config.json", config_text(cfg))
@@ -122,32 +129,39 @@ def elements_of(plan: LoadPlan) -> int:
     return sum(math.prod(p.shape) for p in parameters if p.path not in plan.zeros)
 
 
-def _write_checkpoint(
-    folder: Folder,
-    plan: LoadPlan,
+def elements_each(arrays: Iterable[NewArray], processes: Processes) -> int:
+    """Returns about how many elements each process writes of some arrays."""
+    return sum(math.prod(array.shape) for array in arrays) // processes.count
+
+
+def write_checkpoint(
+    sources: Mapping[NewArray, ReadPiece],
     cfg: Config,
+    facts: Mapping[str, str],
     beside: Path,
-    dtype: str,
     processes: Processes,
-    console: Console,
+    progress: Callable[[int], None],
 ) -> None:
-    """Writes the weights as step 0, each process some of their pieces."""
+    """Writes weights as step 0, each process some of their pieces.
+
+    Args:
+      sources: as for `write_pieces`.
+      facts: entries of the manifest that say where the weights are from.
+      beside: directory that gets the step `0`.
+      progress: as for `write_pieces`.
+    """
     quiet_about_full_disks()
-    arrays, stores = new_arrays(cfg, dtype), beside / "stores"
-    sources = {array: partial(read_bounds, plan, folder, path) for path, array in arrays.items()}
-    text = f"reading {decimal(folder.total_bytes)} from {folder.path}"
-    total = sum(math.prod(array.shape) for array in sources) // processes.count
+    stores = beside / "stores"
     with naming_full_disk(beside, 0):
-        with bar(console, text, total) as advance:
-            written = processes.together(
-                lambda: write_pieces(sources, stores / "weights", processes, advance)
-            )
+        written = processes.together(
+            lambda: write_pieces(sources, stores / "weights", processes, progress)
+        )
         counters = [NewArray(name, (), "int32") for name in ("step", "skipped")]
         zeros = dict.fromkeys(counters, lambda part, dtype: np.zeros((), dtype))
         write_pieces(zeros, stores / "counters", processes)
-        facts: dict[str, Any] = {
+        manifest: dict[str, Any] = {
             "config": to_dict(cfg),
-            "imported_from": str(folder.path.absolute()),
+            **facts,
             "mesh": {},
             "reduction": None,
             "data_position": 0,
@@ -155,7 +169,7 @@ def _write_checkpoint(
             "numbers": digest_of_pieces(processes.gather(written)),
         }
         items = {"counters": counters, "weights": list(sources)}
-        save_written(beside / "0", items, stores, facts, processes)
+        save_written(beside / "0", items, stores, manifest, processes)
     processes.gather("moved")
     if processes.first:
         shutil.rmtree(stores)

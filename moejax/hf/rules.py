@@ -19,10 +19,10 @@ from moejax.hf.views import View
 
 LAYER = "model.layers.{}."  # prefix of the names of a layer's tensors
 FLAT = "*"  # of a rule: one dimension of all letters
-BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
 # The module for multi-token prediction is a layer after the last, with parameters of its own.
 PREDICT_AHEAD = "predict_ahead."  # prefix of its parameters' paths
-AHEAD = re.compile(r"(?P<stack>predict_ahead\.group\.blocks\.0\.)(?P<own>.+)")
+AHEAD = f"{PREDICT_AHEAD}group.blocks.0."  # prefix of those of its block
+BLOCK = re.compile(rf"(?P<stack>groups\.\d+\.blocks\.\d+\.|{re.escape(AHEAD)})(?P<own>.+)")
 
 Index = tuple[int | slice, ...]  # positions in an array, and whole dimensions; see `hf.views.Box`
 # Returns a part of a parameter or selection bias, given its path and an index. Dimensions without
@@ -117,7 +117,7 @@ def tensors_of(
     Raises:
       InputError: if no rule holds some parameter.
     """
-    stacks, found = _stacks(model), []
+    stacks, found = stacks_of(model), []
     rotated = model.rope_width or model.head_width
     for parameter in parameters.values():
         place = _place_of(parameter.path, parameters, stacks, model.num_layers)
@@ -128,9 +128,13 @@ def tensors_of(
     return sorted(found, key=lambda tensor: _order(tensor.name))
 
 
-def _stacks(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the numbers of the layers of each stack, by the path in front of its parameters."""
-    stacks, first = {}, 0
+def stacks_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the numbers of the layers of each stack, by the path in front of its parameters.
+
+    The block of multi-token prediction counts as the layer after the last.
+    """
+    stacks: dict[str, tuple[int, ...]] = {AHEAD: (model.num_layers,)}
+    first = 0
     for group, (kinds, repeats) in enumerate(layer_groups(model)):
         for index in range(len(kinds)):
             layers = range(first + index, first + len(kinds) * repeats, len(kinds))
@@ -145,12 +149,12 @@ def _place_of(
     stacks: Mapping[str, tuple[int, ...]],
     after_last: int,
 ) -> _Place:
-    match = BLOCK.fullmatch(path) or AHEAD.fullmatch(path)
+    match = BLOCK.fullmatch(path)
     if match is None:
         return _Place(path, layers=(after_last,) if path.startswith(PREDICT_AHEAD) else ())
     stack = match["stack"]
     kind = "moe" if f"{stack}moe.w_router" in parameters else "dense"
-    return _Place(match["own"], kind, stacks.get(stack, (after_last,)), stacked=True)
+    return _Place(match["own"], kind, stacks[stack], stacked=True)
 
 
 def _expand(rule: Rule, parameter: Parameter, place: _Place, rotated: int) -> Iterable[Tensor]:

@@ -229,6 +229,7 @@ def flags_of(words: tuple[str, ...]) -> set[str]:
         ("serve",): ["--run", "RUN"],
         ("hf", "import"): ["PATH", "--out", "OUT"],
         ("hf", "export"): ["RUN", "--out", "OUT"],
+        ("upcycle",): ["RUN", "--out", "OUT"],
         ("plan", "probe"): ["--out", "FILE"],
         ("plan",): [],
         ("doctor",): [],
