@@ -19,8 +19,9 @@ from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import SimulatedStep, alone
+from moejax.plan.price.routing import ExpertLoad, busiest_device
 from moejax.plan.price.terms import terms, tokens_per_second, why
-from moejax.plan.search.search import MEMORY_SHARE, SAME, SearchResult, has_codecs
+from moejax.plan.search.search import LESS_BUSY, MEMORY_SHARE, SAME, SearchResult, has_codecs
 from moejax.plan.search.space import RULES
 
 
@@ -215,6 +216,32 @@ def gain_text(result: SearchResult) -> str:
     if plain is None or not has_codecs(best):
         return f"{said}."
     return f"{said}; without codecs {seconds / plain.seconds:.2f} x."
+
+
+def copies_text(result: SearchResult, load: ExpertLoad) -> str | None:
+    """Returns what copies of hot experts gain, or why there are none; None for an even load."""
+    best = result.ranked[0]
+    alone = change(best.cfg, {"moe.slots": 0, "moe.slots_from": "now"})
+    busiest = busiest_device(load, alone)
+    if not best.cfg.model.has_experts or busiest < 1 + LESS_BUSY:
+        return None
+    said = f"The busiest device gets {busiest:.2f} x the mean choices."
+
+    def fastest(has_copies: bool) -> PricedPlan | None:
+        plans = [plan for plan in result.ranked if bool(plan.cfg.moe.slots) == has_copies]
+        return min(plans, key=attrgetter("seconds"), default=None)
+
+    copied, plain = fastest(True), fastest(False)
+    if copied is None:
+        return f"{said} No plan with copies of hot experts (`moe.slots`) was traced."
+    slots, left = copied.cfg.moe.slots, busiest_device(load, copied.cfg)
+    said += f" Copies in {slots} slot{'s' * (slots > 1)} a device, on their mesh: {left:.2f} x."
+    if plain is None:
+        return f"{said} No plan without them fits."
+    gain = plain.seconds / copied.seconds
+    if best.cfg.moe.slots:
+        return f"{said} The plan is {gain:.2f} x as fast as the best without."
+    return f"{said} The step would take {1 / gain:.2f} x as long: to send them costs more."
 
 
 def _is_as(plan: PricedPlan, other: PricedPlan) -> bool:
