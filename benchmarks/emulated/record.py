@@ -19,6 +19,7 @@ def record_cases(
     page: Callable[[dict[str, Any]], str],
     about: str,
     worker: str = "exchange",
+    more: dict[str, Any] | None = None,
 ) -> None:
     """Runs the cases; writes NAME.json and NAME.md after each, so that a stopped run keeps some.
 
@@ -28,6 +29,7 @@ def record_cases(
       page: the record, as in NAME.json -> Markdown.
       about: the question, for `--help`.
       worker: the script of workers/ that runs on each host.
+      more: further entries of the record.
     """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -42,7 +44,7 @@ def record_cases(
             found = run(case, Path(folder), worker)
             others = clock.others_share(_seconds_of_children() - before)
             results.append({"case": asdict(case), "found": found, "others": others})
-            record = {"results": results} | stamp()
+            record = {"results": results, **(more or {})} | stamp()
             (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
             (args.out / f"{name}.md").write_text(page(record))
     print((args.out / f"{name}.md").read_text())

@@ -397,7 +397,7 @@ function experts(run) {
   const choose = el("select", { onchange: (event) => { state.layer = Number(event.target.value); over.draw(); } },
     count(L).map((layer) => el("option", { value: layer }, `layer ${layer}`)));
   section(`Experts' load${runs.length > 1 ? `: ${run.name}` : ""}`,
-    "What each expert was given, over the mean of its layer. Layers count the expert layers alone.",
+    "What each expert was given, over the mean of its layer. Layers count the expert layers alone. What helps: docs/guide/run.md, Uneven experts.",
     el("div", { class: "grid" },
       el("div", {}, el("h3", {}, "Experts by layers"), el("label", { class: "soft" }, "at step ", said, " ", slide), now.node),
       el("div", {}, el("h3", {}, "Experts over the run"), el("label", { class: "soft" }, "of ", choose), over.node)));

@@ -27,6 +27,7 @@ from jax._src import cache_key  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from benchmarks.emulated.choices import choices as choices_of  # noqa: E402
 from benchmarks.waits import register, timed_experts  # noqa: E402
 from moejax.comm import wire  # noqa: E402
 from moejax.comm.codecs.build import build_codec  # noqa: E402
@@ -80,11 +81,12 @@ def build(case: dict, measure: str, settings: dict) -> Variant:
 
 
 def build_variant(case: dict, measure: str, settings: dict) -> Variant:
-    """As `build`; all settings are of the config."""
+    """As `build`; all settings are of the config, but for `choices`: see `choices.py`."""
+    choices = settings.pop("choices", None)
     cfg = from_dict({**case["config"], **settings})
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
     if measure == "step":
-        return step_variant(train_step)
+        return step_variant(train_step, choices)
     if measure == "codecs":
         return build_codecs(train_step)
     x_BTD = make_tokens(case["tokens"], cfg.model.width)
@@ -177,26 +179,36 @@ def build_all_to_all(train_step: TrainStep, x: jax.Array) -> Variant:
     return Variant(lambda: program(buckets), facts)
 
 
-def step_variant(train_step: TrainStep) -> Variant:
-    """The whole train step, on random tokens."""
+def step_variant(train_step: TrainStep, choices: str | None = None) -> Variant:
+    """The whole train step, on random tokens; with named choices of experts, two steps by turns."""
     shape = train_step.abstract_batch().token_BT.shape
     token_BT = np.random.default_rng(0).integers(
         0, train_step.cfg.model.vocab_size, shape, np.int32
     )
     arrays = (token_BT, np.roll(token_BT, -1, axis=1), np.zeros_like(token_BT))
-    batch = Batch(*(place(x, train_step.mesh, train_step.layout.token_spec()) for x in arrays))
+    spec = train_step.layout.token_spec()
+    batch = Batch(*(place(x, train_step.mesh, spec) for x in arrays))
+    batches = [batch]
+    if choices is not None:
+        experts = (place(x, train_step.mesh, spec) for x in choices_of(choices))
+        batches = [batch._replace(expert_BTLK=x) for x in experts]
     unordered = build_step(train_step.cfg, train_step.mesh.abstract_mesh, "cpu")
     traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
-    program = compiled_once(train_step.step.lower(train_step.abstract, batch))
+    program = compiled_once(train_step.step.lower(train_step.abstract, batches[0]))
     facts = count(traced, program, train_step)
     facts["tokens"] = float(np.prod(shape))
     kept = []  # the state: those of all variants at a time would fill the memory
+    turn = [0]
 
     def prepare() -> None:
+        turn[0] = 0
         kept.append(jax.block_until_ready(train_step.init()))
 
     def run() -> Any:
-        kept[0], metrics = program(kept[0], batch)
+        kept[0], metrics = program(kept[0], batches[turn[0] % len(batches)])
+        turn[0] += 1
+        if choices is not None:
+            facts["rounds"] = float(np.asarray(metrics.uneven_L3)[:, 2].sum())
         return metrics
 
     return Variant(run, facts, prepare, kept.clear)
