@@ -96,6 +96,12 @@ def export_run(
                 f"no adapters in {saved.path}. Its run trained all weights, and --adapter writes "
                 "adapters alone. Leave it out."
             )
+        if cfg.moe.router.forced != "none":
+            raise InputError(
+                f"{saved.path} is of a benchmark, with `moe.router.forced` = "
+                f"{cfg.moe.router.forced}. Its router never chose, and no exported file would say "
+                "so. Export a run that trained without it."
+            )
         frozen = frozen_source(saved, cfg, base, processes)
         chosen, config = choose_family(cfg, read_config(origin), family)
         export = _Export(saved, cfg, frozen, chosen, config, origin)

@@ -25,7 +25,8 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 returns to the layout between blocks, and the layer reports its load (`MoEStats`).
 
 Letters: B sequences, t positions on this device, N = B * t tokens, D width, E experts (e on this
-device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss.
+device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss, Q bins of
+quantile balancing.
 """
 
 import math
@@ -53,6 +54,7 @@ from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
 from moejax.moe.dispatch import Overflow, drop_above, moe_ffn
+from moejax.moe.quantile import count_needed
 from moejax.moe.sizes import expert_capacity
 
 
@@ -72,6 +74,7 @@ class MoEStats(NamedTuple):
     rounds: Int[Array, ""]  # number of these rounds, the same on every device
     entropy: Float[Array, ""]  # this device's share of the scores' entropy (`router.entropy`)
     expert_NK: Int[Array, "N K"] | None = None  # choices, where `is_token_BT` is given
+    needed_EQ: Int[Array, "E Q"] | None = None  # `quantile.count_needed`, with quantile balancing
 
 
 class MoEWeights(NamedTuple):
@@ -138,7 +141,7 @@ class MoE(nnx.Module):
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
             logit_NE = self._logits(x_BtD, weights.router_DE, noise)
-            routing = router.route(logit_NE, self.bias[...], moe.router, k=moe.experts_per_token)
+            routing = self._route(logit_NE)
         expert_NK = routing.expert_NK
         if is_token_BT is not None:
             own_Bt = is_token_BT if replicated else own_positions(is_token_BT, layout)
@@ -163,6 +166,15 @@ class MoE(nnx.Module):
         if is_token_BT is not None:
             stats = stats._replace(expert_NK=routing.expert_NK)
         return (leave_replicated if replicated else join_positions)(y_BtD, layout), stats
+
+    def _route(self, logit_NE: jax.Array) -> router.Routing:
+        cfg, k, forced_NK = self.moe.router, self.moe.experts_per_token, None
+        if cfg.forced == "balanced":
+            (N, E), layout = logit_NE.shape, self.spec.layout
+            ranks = () if self.spec.route.replicated else layout.tensor
+            first = wire.index(layout.token_axes + ranks) * N
+            forced_NK = router.choose_in_turn(first, N, E, cfg, k=k)
+        return router.route(logit_NE, self.bias[...], cfg, k=k, forced_NK=forced_NK)
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None
@@ -201,4 +213,8 @@ class MoE(nnx.Module):
         entropy = router.entropy(routing.score_NE, layout=self.spec.layout)
         overflowed = jnp.sum(overflow.over_NK, dtype=jnp.int32)
         counts = dropped, overflowed, overflow.rounds
-        return MoEStats(load_E, counted_SE, score_SE, z, *counts, entropy)
+        stats = MoEStats(load_E, counted_SE, score_SE, z, *counts, entropy)
+        if routing.cut_N1 is None:
+            return stats
+        needed = routing.score_NE, routing.cut_N1, self.bias[...], cfg.quantile_bins
+        return stats._replace(needed_EQ=count_needed(*needed))

@@ -40,8 +40,8 @@ FIELD_NAMES = {
         "num_experts num_shared_experts router_bias shared_gate shared_hidden"
     ),
     "moe.router": (
-        "balance_loss balance_over bias_update_rate groups_per_token jitter num_groups "
-        "renormalize score weight_scale z_loss"
+        "balance_loss balance_over bias_update_rate forced groups_per_token jitter num_groups "
+        "quantile_bins renormalize score weight_scale z_loss"
     ),
     "optimizer": (
         "beta1 beta2 clip_norm epsilon final_fraction learning_rate muon_learning_rate "

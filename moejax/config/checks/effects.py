@@ -180,6 +180,11 @@ _OF_TRAINING: tuple[_Effect, ...] = (
         "`model.predict_ahead` is 0",
     ),
     (
+        "plan.routing",
+        lambda cfg: cfg.moe.router.forced == "none",
+        "`moe.router.forced` is balanced, so every load is even",
+    ),
+    (
         "train.rollbacks",
         lambda cfg: cfg.train.max_skipped is not None or cfg.train.on_spike == "roll_back",
         "`train.max_skipped` is none and `train.on_spike` is tell, so no run goes back",
