@@ -25,8 +25,8 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 returns to the layout between blocks, and the layer reports its load (`MoEStats`).
 
 Letters: B sequences, t positions on this device, N = B * t tokens, D width, E experts (e on this
-device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss, Q bins of
-quantile balancing.
+device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss, Q bins
+of quantile balancing.
 """
 
 import math

@@ -4,6 +4,7 @@ Per device, inside the shard_map of the training mesh. Letters: L expert layers,
 (`moe.quantile`).
 """
 
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -48,8 +49,8 @@ def move_biases(model: ModelDef, router_bias: Tree, parts: LossParts) -> Tree:
     return jax.tree.unflatten(tree, moved)
 
 
-def layers_of(x_L: jax.Array, router_bias: Tree, stages: list[int]) -> list[jax.Array]:
-    """Returns for each selection bias the entries of its layers.
+def layers_of(x_L: jax.Array, router_bias: Tree, stages: list[int]) -> Iterator[jax.Array]:
+    """Yields for each selection bias the entries of its layers.
 
     A bias is of one block of a layer group's pattern, stacked over repeats. Layers are in order of
     the model: the pattern's expert blocks take turns.
@@ -58,7 +59,7 @@ def layers_of(x_L: jax.Array, router_bias: Tree, stages: list[int]) -> list[jax.
       x_L: an entry for each expert layer, with any further dimensions.
       stages: for each bias, the stages whose layers `x_L` holds.
     """
-    found, first = [], 0
+    first = 0
     paths = zip(jax.tree_util.tree_leaves_with_path(router_bias), stages, strict=True)
     for _, group in groupby(paths, key=lambda leaf: _names(leaf[0][0])[:2]):
         biases = list(group)
@@ -67,26 +68,25 @@ def layers_of(x_L: jax.Array, router_bias: Tree, stages: list[int]) -> list[jax.
         own_L = x_L[first : first + repeats * blocks]
         if blocks > 1:
             by_block = own_L.reshape(repeats, blocks, *x_L.shape[1:])
-            found += [by_block[:, block] for block in range(blocks)]
+            yield from (by_block[:, block] for block in range(blocks))
         else:
-            found.append(own_L)
+            yield own_L
         first += repeats * blocks
-    return found
 
 
 def _names(path: Any) -> list[Any]:
     return [getattr(entry, "key", None) for entry in path]
 
 
-def _own_loads(load_LE: jax.Array, router_bias: Tree, layouts: list[Layout]) -> list[jax.Array]:
-    """Returns the loads of each bias's layers on this device."""
+def _own_loads(load_LE: jax.Array, router_bias: Tree, layouts: list[Layout]) -> Iterator[jax.Array]:
+    """Yields the loads of each bias's layers on this device."""
     found = layers_of(load_LE, router_bias, [own.size(own.stacked) for own in layouts])
-    for place, (own_LE, own) in enumerate(zip(found, layouts, strict=True)):
+    for own_LE, own in zip(found, layouts, strict=True):
+        here = len(own_LE) // own.size(own.stacked)
         if own.stacked:
-            here = len(own_LE) // own.size(own.stacked)
             first = wire.index(own.stacked) * here
-            found[place] = jax.lax.dynamic_slice_in_dim(own_LE, first, here)
-    return found
+            own_LE = jax.lax.dynamic_slice_in_dim(own_LE, first, here)
+        yield own_LE
 
 
 def _summed(
@@ -94,7 +94,7 @@ def _summed(
 ) -> list[jax.Array]:
     """Returns the counts of each bias's layers on this device, over all tokens of the step."""
     needed_LEQ = wire.all_reduce(needed_LEQ, layout.inside.mesh_axes, tag=None)
-    found = layers_of(needed_LEQ, router_bias, [1] * len(layouts))
+    found = list(layers_of(needed_LEQ, router_bias, [1] * len(layouts)))
     outside = [place for place, own in enumerate(layouts) if layout.stage and not own.stacked]
     if outside:  # each stage saw some of the tokens
         joined = jnp.concatenate([found[place] for place in outside])

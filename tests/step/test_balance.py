@@ -102,6 +102,8 @@ def test_stages_take_the_quantiles_of_one_device(stages, model, keeps):
 
 
 def test_quantiles_take_one_collective_a_step_and_leave_gradients_as_they_are():
+    """Of 3 layers x 8 experts x 100 bins, 4 bytes each."""
+
     def traced(**router_settings):
         cfg = small_config(
             (2, 2, 1, 2),
@@ -117,7 +119,7 @@ def test_quantiles_take_one_collective_a_step_and_leave_gradients_as_they_are():
     added = collectives(having)
     for one in collectives(without):
         added.remove(one)
-    assert [shape for _, shape in added] == [(3, 8, 100)]
+    assert [(one.kind, one.calls, one.bytes) for one in added] == [("all_reduce", 1, 9600)]
     batch = place(plain, random_batch(plain.cfg))
     (wanted, parts), (found, _) = (s.gradients(s.init(), batch) for s in (plain, quantile))
     assert parts.needed_LEQ is None
@@ -158,6 +160,7 @@ def test_biases_of_blocks_that_take_turns_move_by_their_own_loads(mesh):
         np.testing.assert_array_equal(block["moe"]["bias"], wanted_LE[place_::2])
 
 
+@pytest.mark.slow
 def test_biases_of_stages_whose_blocks_take_turns_move_by_their_own_loads():
     model = {"num_layers": 8, "sliding_window": 3, "full_attention_every": 2}
     cfg = config((1, 2, 1, 2), 2, 4, layers=8, model=model, router={"bias_update_rate": 0.5})

@@ -103,8 +103,7 @@ def test_forced_routing_is_told_with_every_line(clock, tmp_path):
     assert line.line(30).startswith("step 14/30  FORCED ROUTING balanced  loss 1.5000")
     (found,) = recorded(tmp_path, line)
     assert found["forced_routing"] == "balanced"
-    (plain,) = recorded(tmp_path / "plain", report(clock))
-    assert "forced_routing" not in plain
+    assert "forced_routing" not in recorded(tmp_path, report(clock))[-1]
 
 
 def test_what_overflowed_is_told_and_rounds_of_steps_between_lines_count(clock):
