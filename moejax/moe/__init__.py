@@ -1,5 +1,5 @@
 """The expert layer.
 
-Read in this order: `layer` (its forward, step by step), `router`, `dispatch` (experts along a
-route, and overflow rounds), `sizes` (static sizes of buckets).
+Read in this order: `layer` (its forward, step by step), `router`, `quantile` (biases by quantiles),
+`dispatch` (experts along a route, and overflow rounds), `sizes` (static sizes of buckets).
 """
