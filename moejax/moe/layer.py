@@ -214,7 +214,7 @@ class MoE(nnx.Module):
         overflowed = jnp.sum(overflow.over_NK, dtype=jnp.int32)
         counts = dropped, overflowed, overflow.rounds
         stats = MoEStats(load_E, counted_SE, score_SE, z, *counts, entropy)
-        if routing.cut_N1 is None:
+        if cfg.quantile_bins is None or routing.cut_N1 is None:
             return stats
         needed = routing.score_NE, routing.cut_N1, self.bias[...], cfg.quantile_bins
         return stats._replace(needed_EQ=count_needed(*needed))
