@@ -296,6 +296,11 @@ def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
             f"{rank}. A run starts from all weights of a model. Name the checkpoint that the "
             "adapters were trained on."
         )
+    if (forced := from_dict(saved).moe.router.forced) != cfg.moe.router.forced == "none":
+        raise InputError(
+            f"checkpoint.init_from is of a benchmark, with `moe.router.forced` = {forced}. Its "
+            "router never chose experts. Take weights from a run that trained without it."
+        )
     refused = [change for change in diff(from_dict(saved), cfg) if change[0] in SHAPES]
     if refused:
         raise InputError(

@@ -241,6 +241,18 @@ class RouterConfig:
     bias_update_rate: float = setting(
         0.0, "loss-free balance: step of the selection bias; 0 is off", at_least=0
     )
+    quantile_bins: int | None = setting(
+        None,
+        "quantile balance (Kimi K3), in place of bias_update_rate: bins of the histogram that sets "
+        "the selection bias after each step (K3: 1000); none is off",
+        at_least=1,
+        at_most=65_536,
+    )
+    forced: str = setting(
+        "none",
+        "for benchmarks alone: balanced sends tokens to experts in turn, whatever their scores",
+        choices=("none", "balanced"),
+    )
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def export_run(
             below = run / "checkpoints"
             wanted = (below if below.is_dir() else run) / str(step)
         saved = locate(str(wanted), "full", processes)
-        cfg, origin = from_dict(saved.manifest.get("config", {})), origin_of(saved.path)
+        cfg, origin = _config_of(saved), origin_of(saved.path)
         if adapter and cfg.lora.rank is None:
             raise InputError(
                 f"no adapters in {saved.path}. Its run trained all weights, and --adapter writes "
@@ -107,6 +107,18 @@ def export_run(
         summary = f"exported step {saved.step} of {run} as {chosen.name} to {out}: {summary}"
         console.print(summary, highlight=False, soft_wrap=True)
         processes.gather("done")
+
+
+def _config_of(saved: Saved) -> Config:
+    """Returns the config of a checkpoint; refuses that of a benchmark with forced routing."""
+    cfg = from_dict(saved.manifest.get("config", {}))
+    if (forced := cfg.moe.router.forced) != "none":
+        raise InputError(
+            f"{saved.path} is of a benchmark, with `moe.router.forced` = {forced}. Its router "
+            "never chose experts, and no exported file would say so. Export a run that trained "
+            "without it."
+        )
+    return cfg
 
 
 def _export_model(

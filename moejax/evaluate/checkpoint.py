@@ -21,7 +21,7 @@ from moejax.config.schema import CompressionConfig, Config, PlanConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
-from moejax.step.train_step import TrainStep
+from moejax.step.train_step import TrainStep, by_scores
 
 # Settings of commands that only run the model; all others are for training.
 FORWARD = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
@@ -66,8 +66,14 @@ def choose(
             f"checkpoint has no config. {saved.path} does not say what model it is of. moejax "
             f"writes that into the manifest. Name a checkpoint of moejax train or moejax hf import."
         )
-    cfg = evaluation_config(from_dict(saved.manifest["config"]), values)
+    trained = from_dict(saved.manifest["config"])
+    cfg = evaluation_config(trained, values)
     check(cfg, trained=False)
+    if trained.moe.router.forced != "none":
+        notes.append(
+            f"warning: {saved.path} is of a benchmark with `moe.router.forced` = "
+            f"{trained.moe.router.forced}: its router learned nothing of use. Scores choose here."
+        )
     base = frozen_source(saved, cfg, values.get("checkpoint.init_from"), processes)
     if base is not None:
         notes.append(f"adapters from {saved.path}, frozen weights from {base.path}")
@@ -107,12 +113,17 @@ def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
                 f"{get_value(cfg, name)}. A model is read in the shape that it was trained in. "
                 f"Leave it out."
             )
+    if values.get("moe.router.forced", "none") != "none":
+        raise InputError(
+            "`moe.router.forced` has no effect here. It is for benchmarks of training. Leave it "
+            "out: scores choose the experts."
+        )
     # Nothing is planned, and an evaluation has no codecs.
     cfg = change(cfg, {"plan": PlanConfig(mode="hand"), "compression": CompressionConfig()})
     if names_mesh(values):
         cfg = change(cfg, {name: fields()[name].default for name in OF_MESH})
         cfg = change(cfg, {"mesh.replica": None})
-    return change(cfg, values)
+    return by_scores(change(cfg, values))
 
 
 def on_all_devices(cfg: Config, num_devices: int) -> Config:

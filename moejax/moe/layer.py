@@ -26,7 +26,8 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 returns to the layout between blocks, and the layer reports its load (`MoEStats`).
 
 Letters: B sequences, t positions on this device, N = B * t tokens, D width, E experts (e on this
-device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss.
+device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss, Q bins
+of quantile balancing.
 """
 
 import math
@@ -55,6 +56,7 @@ from moejax.layout.spec import StepSpec
 from moejax.moe import router
 from moejax.moe.copies import Copies, copy_hot, load_of, spread
 from moejax.moe.dispatch import Overflow, drop_above, moe_ffn
+from moejax.moe.quantile import count_needed
 from moejax.moe.sizes import expert_capacity
 
 
@@ -82,6 +84,7 @@ class MoEStats(NamedTuple):
     rounds: Int[Array, ""]  # number of these rounds, the same on every device
     entropy: Float[Array, ""]  # this device's share of the scores' entropy (`router.entropy`)
     expert_NK: Int[Array, "N K"] | None = None  # choices, where `is_token_BT` is given
+    needed_EQ: Int[Array, "E Q"] | None = None  # `quantile.count_needed`, with quantile balancing
 
 
 class MoEWeights(NamedTuple):
@@ -160,13 +163,7 @@ class MoE(nnx.Module):
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
             logit_NE = self._logits(x_BtD, weights.router_DE, noise)
-            routing = router.route(
-                logit_NE,
-                self.bias[...],
-                moe.router,
-                k=moe.experts_per_token,
-                recorded_NK=self._recorded(),
-            )
+            routing = self._route(logit_NE)
         expert_NK = routing.expert_NK
         if is_token_BT is not None:
             own_Bt = is_token_BT if replicated else own_positions(is_token_BT, layout)
@@ -190,13 +187,23 @@ class MoE(nnx.Module):
             stats = stats._replace(expert_NK=routing.expert_NK)
         return (leave_replicated if replicated else join_positions)(y_BtD, layout), stats
 
-    def _recorded(self) -> Int[Array, "N K"] | None:
-        if self.recorded is None:
+    def _given(self, N: int) -> Int[Array, "N K"] | None:
+        """Experts that were recorded, or that `moe.router.forced` chooses; None without."""
+        layout, replicated = self.spec.layout, self.spec.route.replicated
+        if self.recorded is not None:
+            expert_BTK = self.recorded[...]
+            expert_BTK = expert_BTK if replicated else own_positions(expert_BTK, layout)
+            return expert_BTK.reshape(N, -1)
+        if self.moe.router.forced != "balanced":
             return None
-        expert_BTK = self.recorded[...]
-        if not self.spec.route.replicated:
-            expert_BTK = own_positions(expert_BTK, self.spec.layout)
-        return expert_BTK.reshape(-1, expert_BTK.shape[2])
+        ranks = () if replicated else layout.tensor
+        first = wire.index(layout.token_axes + ranks) * N
+        form = {"k": self.moe.experts_per_token}
+        return router.choose_in_turn(first, N, self.moe.num_experts, self.moe.router, **form)
+
+    def _route(self, logit_NE: jax.Array) -> router.Routing:
+        form = {"k": self.moe.experts_per_token, "given_NK": self._given(len(logit_NE))}
+        return router.route(logit_NE, self.bias[...], self.moe.router, **form)
 
     def _run_experts(
         self, x_ND: jax.Array, weight_NK: jax.Array, expert_NK: jax.Array, weights: MoEWeights
@@ -247,4 +254,8 @@ class MoE(nnx.Module):
         entropy = router.entropy(routing.score_NE, layout=self.spec.layout)
         overflowed = jnp.sum(overflow.over_NK, dtype=jnp.int32)
         counts = dropped, overflowed, overflow.rounds
-        return MoEStats(load_E, counted_SE, score_SE, z, *counts, entropy)
+        stats = MoEStats(load_E, counted_SE, score_SE, z, *counts, entropy)
+        if cfg.quantile_bins is None or routing.cut_N1 is None:
+            return stats
+        needed = routing.score_NE, routing.cut_N1, self.bias[...], cfg.quantile_bins
+        return stats._replace(needed_EQ=count_needed(*needed))

@@ -27,6 +27,8 @@ class Routing(NamedTuple):
     expert_NK: Int[Array, "N K"]
     weight_NK: Float[Array, "N K"]
     score_NE: Float[Array, "N E"]
+    # The largest score plus bias that was not chosen; None without quantile balancing.
+    cut_N1: Float[Array, "N 1"] | None = None
 
 
 def route(
@@ -35,7 +37,7 @@ def route(
     cfg: RouterConfig,
     *,
     k: int,
-    recorded_NK: Int[Array, "N K"] | None = None,
+    given_NK: Int[Array, "N K"] | None = None,
 ) -> Routing:
     """Chooses the k experts with the highest score plus bias; weights come from the scores alone.
 
@@ -43,8 +45,8 @@ def route(
     its two best experts (sigmoid scores, DeepSeek-V3) or its best expert (softmax, DeepSeek-V2).
 
     Args:
-      recorded_NK: experts to take in place of the choice, whatever their scores, groups and bias;
-        -1 in all K of a token: it chooses. None: all tokens choose.
+      given_NK: experts to take in place of the choice, whatever their scores, groups and bias; -1
+        in all K of a token: it chooses. None: all tokens choose.
     Source: for recorded experts, Rollout Routing Replay (Ma et al. 2025).
     """
     if cfg.score == "softmax":
@@ -54,15 +56,49 @@ def route(
     biased_NE = jax.lax.stop_gradient(score_NE + bias_E)
     if cfg.num_groups > 1:
         biased_NE = jnp.where(_allowed(biased_NE, cfg), biased_NE, -jnp.inf)
-    expert_NK = jax.lax.top_k(biased_NE, k)[1]
-    if recorded_NK is not None:
-        expert_NK = jnp.where(recorded_NK < 0, expert_NK, recorded_NK)
+    cut_N1 = None
+    if cfg.quantile_bins is None:
+        expert_NK = jax.lax.top_k(biased_NE, k)[1]
+    else:
+        best, expert_NK = jax.lax.top_k(biased_NE, k + 1)
+        cut_N1, expert_NK = best[:, k:], expert_NK[:, :k]
+    if given_NK is not None:
+        # Scores that are finite are not negative. XLA cannot know, so a choice that is replaced
+        # still takes its time.
+        is_given_NK = (given_NK >= 0) & (score_NE[:, :1] >= 0)
+        expert_NK = jnp.where(is_given_NK, given_NK, expert_NK)
     expert_NK = checkpoint_name(expert_NK, PLACES)
     weight_NK = jnp.take_along_axis(score_NE, expert_NK, axis=-1)
     if cfg.renormalize:
         # 1e-20 keeps a token whose sigmoid scores all underflow finite (DeepSeek-V3 uses the same).
         weight_NK = weight_NK / (jnp.sum(weight_NK, axis=-1, keepdims=True) + 1e-20)
-    return Routing(expert_NK, weight_NK * cfg.weight_scale, score_NE)
+    return Routing(expert_NK, weight_NK * cfg.weight_scale, score_NE, cut_N1)
+
+
+def choose_in_turn(
+    first: jax.Array | int, num_tokens: int, num_experts: int, cfg: RouterConfig, *, k: int
+) -> Int[Array, "N K"]:
+    """Returns k different experts for each token, so that all experts get the same load.
+
+    Any `num_experts` tokens in a row, counted from a multiple of it, give each expert k choices. A
+    token's choices lie in `groups_per_token` groups. Their distance changes from one such row to
+    the next, so that they fall on devices much as balanced choices of a router would.
+
+    Args:
+      first: number of the first token, which goes on over devices.
+    """
+    groups, of_token = cfg.num_groups, cfg.groups_per_token
+    size = num_experts // groups
+    token_N, choice_K = first + jnp.arange(num_tokens), jnp.arange(k)
+    row_N1 = (token_N // num_experts)[:, None]
+
+    def in_turn(start_N: jax.Array, step_K: jax.Array, count: int) -> jax.Array:
+        distances = [d for d in range(1, count) if math.gcd(d, count) == 1] or [1]
+        distance_N1 = jnp.asarray(distances, jnp.int32)[row_N1 % len(distances)]
+        return (start_N[:, None] % count + step_K * distance_N1) % count
+
+    group_NK = in_turn(token_N, choice_K % of_token, groups)
+    return group_NK * size + in_turn(token_N // groups, choice_K // of_token, size)
 
 
 def _allowed(biased_NE: jax.Array, cfg: RouterConfig) -> jax.Array:

@@ -232,7 +232,10 @@ function headline() {
   const damaged = runs.flatMap((one) => one.damaged.map((what) => `${one.name}: ${what}`));
   const unread = damaged.length ? el("details", {}, el("summary", { class: "warning" }, `${damaged.length} records could not be read`),
     el("ul", {}, damaged.slice(0, 100).map((what) => el("li", {}, what)))) : "";
-  main.append(el("p", { class: "eyebrow" }, "moejax report"), el("h1", {}, title),
+  const forced = runs.filter((one) => (one.config["moe.router.forced"] ?? "none") !== "none").map((one) => one.name);
+  const benchmark = forced.length ? el("p", { class: "warning" }, `Forced routing (${forced.join(", ")}): experts do not follow scores. ` +
+    "Speed and loads are those of a benchmark.") : "";
+  main.append(el("p", { class: "eyebrow" }, "moejax report"), el("h1", {}, title), benchmark,
     el("p", { class: "soft" }, far, el("span", { id: "news" })), runs.length === 1 ? tiles(run) : null, unread, tools());
   if (runs.length > 1) main.append(el("ul", { class: "key" }, runs.map((one) => el("li", {},
     el("i", { style: `background:${one.colour}` }), one.name))));

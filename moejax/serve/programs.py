@@ -28,7 +28,7 @@ from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.sampling import Drawn, Draws, draw, log_probabilities
 from moejax.serve.weights import Separator, targets_apart
 from moejax.step.state import TrainState
-from moejax.step.train_step import TrainStep, build_step, local_bytes
+from moejax.step.train_step import TrainStep, build_step, by_scores, local_bytes
 
 SHORT, LONG = 64, 256  # tokens of a row of a prompt in one call
 CALL_TOKENS = 512  # most tokens of a device in one call, if a row has no more
@@ -301,7 +301,7 @@ def build_programs(
     cfg = dataclasses.replace(
         cfg,
         # Dropless, so that no text depends on the others.
-        moe=dataclasses.replace(cfg.moe, capacity_factor=None, slots=0),
+        moe=dataclasses.replace(by_scores(cfg).moe, capacity_factor=None, slots=0),
         data=dataclasses.replace(cfg.data, sequence_length=positions),
         train=dataclasses.replace(cfg.train, batch_sequences=own * devices, micro_batches=1),
     )

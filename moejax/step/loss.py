@@ -35,6 +35,8 @@ class LossParts(NamedTuple):
     uneven_L3: Int[Array, "L 3"]
     # As `nll`, of the targets that `model.predict_ahead` predicts; None without.
     ahead: Float[Array, ""] | None = None
+    # `MoEStats.needed_EQ` of this device's layers and tokens, yet to be summed; None without.
+    needed_LEQ: Int[Array, "L E Q"] | None = None
 
 
 class AheadTargets(NamedTuple):
@@ -94,7 +96,9 @@ def next_token_loss(
         return loss, LossParts(nll, jnp.zeros(()), jnp.zeros(()), load_LE, uneven_L3, ahead_nll)
     router_loss, balance, load_LE, uneven_L3 = router_losses(stats, moe, layout)
     entropy = jnp.mean(stats.entropy) / micro_batches
-    parts = LossParts(nll, balance / micro_batches, entropy, load_LE, uneven_L3, ahead_nll)
+    parts = LossParts(
+        nll, balance / micro_batches, entropy, load_LE, uneven_L3, ahead_nll, stats.needed_EQ
+    )
     return loss + router_loss / micro_batches, parts
 
 

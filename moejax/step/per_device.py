@@ -15,9 +15,11 @@ from moejax.comm import context, wire
 from moejax.comm.weights.gather import empty_totals, gather_once
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.shard import attach
+from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.model.ahead import targets_ahead
-from moejax.moe.router import Noise, update_bias
+from moejax.moe.router import Noise
+from moejax.step.balance import move_biases, moves_bias
 from moejax.step.forward import split_micro_batches
 from moejax.step.full_batch import (
     NumTargets,
@@ -27,7 +29,7 @@ from moejax.step.full_batch import (
     reduce_replicated_gradients,
 )
 from moejax.step.loss import AheadTargets, LossParts, next_token_loss
-from moejax.step.model import ModelDef, layouts_of
+from moejax.step.model import ModelDef
 from moejax.step.optimizer import Optimizer, square_share
 from moejax.step.pipeline import ticks
 from moejax.step.state import Batch, Metrics, TrainState, Tree
@@ -37,7 +39,7 @@ def train_step(
     model: ModelDef, optimizer: Optimizer, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
     """Runs one optimizer step. An update that is not finite is counted and not applied."""
-    layout, rate = model.layout, model.cfg.moe.router.bias_update_rate
+    layout = model.layout
     gradients, loss_parts, reduction = gradients_of(model, state, batch)
     with jax.named_scope("update"):
         squares = square_share(gradients, model.dims, model.layouts)
@@ -51,8 +53,8 @@ def train_step(
             gradients, state.optimizer, state.params, norm=norm, finite=finite
         )
     router_bias = state.router_bias
-    if rate:
-        router_bias = _update_router_bias(model, router_bias, loss_parts.load_LE)
+    if moves_bias(model.cfg.moe.router):
+        router_bias = move_biases(model, router_bias, loss_parts)
     load_LE = None if state.load_LE is None else loss_parts.load_LE
     router_bias, reduction, load_LE = jax.tree.map(
         partial(jnp.where, finite),
@@ -151,18 +153,20 @@ def _add_up(
     rest = jax.tree.map(lambda x: x[:-1], split_batch)
     indices = jnp.arange(model.cfg.train.micro_batches - 1)
     totals = empty_totals(state.params, model.dims, model.spec)
-    none = _no_parts(state, ahead=bool(model.cfg.model.predict_ahead))
+    none = _no_parts(state, model.cfg)
     (totals, earlier), _ = jax.lax.scan(add, (totals, none), (indices, rest))
     return totals, earlier
 
 
-def _no_parts(state: TrainState, *, ahead: bool) -> LossParts:
+def _no_parts(state: TrainState, cfg: Config) -> LossParts:
     """Zeros to which the parts of micro-batches' losses are added."""
     biases = jax.tree.leaves(state.router_bias)  # [L, E] of each layer group with experts
     L, E = sum(map(len, biases)), biases[0].shape[1] if biases else 1
     zero = jnp.zeros((), jnp.float32)
     load_LE, uneven_L3 = jnp.zeros((L, E), jnp.int32), jnp.zeros((L, 3), jnp.int32)
-    return LossParts(zero, zero, zero, load_LE, uneven_L3, zero if ahead else None)
+    ahead, bins = zero if cfg.model.predict_ahead else None, cfg.moe.router.quantile_bins
+    needed_LEQ = None if bins is None else jnp.zeros((L, E, bins), jnp.int32)
+    return LossParts(zero, zero, zero, load_LE, uneven_L3, ahead, needed_LEQ)
 
 
 def _loss_of(
@@ -219,19 +223,3 @@ def _loss_of(
             chunk_tokens=model.chunk_tokens,
             ahead=ahead,
         )
-
-
-def _update_router_bias(model: ModelDef, router_bias: Tree, load_LE: jax.Array) -> Tree:
-    """Moves each layer's selection bias; biases are stacked by layer group, in layer order."""
-    leaves, tree = jax.tree.flatten(router_bias)
-    layouts = jax.tree.leaves(layouts_of(router_bias, model.cfg, model.spec))
-    first, moved, rate = 0, [], model.cfg.moe.router.bias_update_rate
-    for bias_LE, layout in zip(leaves, layouts, strict=True):
-        here = len(bias_LE)
-        layers = here * layout.size(layout.stacked)  # in all stages
-        own = load_LE[first : first + layers]
-        if layout.stacked:
-            own = jax.lax.dynamic_slice_in_dim(own, wire.index(layout.stacked) * here, here)
-        moved.append(update_bias(bias_LE, own, rate))
-        first += layers
-    return jax.tree.unflatten(tree, moved)

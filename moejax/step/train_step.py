@@ -18,6 +18,7 @@ from moejax.comm.cpu import gloo
 from moejax.comm.weights.path import reduction_hops
 from moejax.comm.weights.residuals import residual_shapes, residual_specs
 from moejax.config.compression import NO_CODECS, Codecs
+from moejax.config.fields import change
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
@@ -158,10 +159,11 @@ class TrainStep:
 
     def at(self, codecs: Codecs) -> "TrainStep":
         """Returns the same run with other codecs, for the same state."""
-        if codecs == self.spec.codecs:
-            return self
+        return self if codecs == self.spec.codecs else self._built(self.cfg, codecs)
+
+    def _built(self, cfg: Config, codecs: Codecs) -> "TrainStep":
         return build_step(
-            self.cfg,
+            cfg,
             self.mesh,
             self.platform,
             codecs,
@@ -172,8 +174,10 @@ class TrainStep:
 
     @cached_property
     def plain(self) -> "TrainStep":
-        """The same run without codecs, for evaluation."""
-        return self.at(NO_CODECS)
+        """The same run without codecs and without forced routing, for evaluation."""
+        if self.cfg.moe.router.forced == "none":
+            return self.at(NO_CODECS)
+        return self._built(by_scores(self.cfg), NO_CODECS)
 
     def of_weights(self, dtype: str | None = None) -> "TrainStep":
         """Returns the same functions for a state of weights alone, which is enough to evaluate.
@@ -208,7 +212,8 @@ class TrainStep:
     def gradients_of_device(self, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
         """The per-device code of `gradients`, for use inside a shard_map with the mesh's axes."""
         gradients, parts, _ = gradients_of(self.model, state, batch)
-        return gradients, sum_shares(parts, [], self.layout)[0]
+        parts = sum_shares(parts, [], self.layout)[0]
+        return gradients, parts._replace(needed_LEQ=None)  # of one device, and large
 
     @cached_property
     def evaluate(self) -> Any:
@@ -267,6 +272,11 @@ class TrainStep:
         ordered = self.platform == "cpu" and bool(self.layout.stage)
         mapped = gloo.shard_map(body, self.mesh, in_specs, out_specs, ordered=ordered)
         return jax.jit(mapped, compiler_options=self.options or None, **options)
+
+
+def by_scores(cfg: Config) -> Config:
+    """Returns the config with experts that scores choose: `moe.router.forced` is off."""
+    return change(cfg, {"moe.router.forced": "none"})
 
 
 def build_step(

@@ -345,6 +345,7 @@ def record_start(records: Records, step: int, planned: PlannedStep, processes: P
         peak=peak,
         num_steps=cfg.train.num_steps,
         schedule=learning_rate(cfg.optimizer, cfg.train.num_steps, cfg.optimizer.learning_rate),
+        forced_routing=None if (forced := cfg.moe.router.forced) == "none" else forced,
     )
 
 

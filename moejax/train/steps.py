@@ -176,7 +176,8 @@ def report(run: Run, step: int, metrics: Any) -> None:
     run.display.show(line)
     if run.expert_loads is not None:
         run.expert_loads.add(step, metrics.load_LE)
-        save_expert_load(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
+        if run.cfg.moe.router.forced == "none":  # else a planner would take it for a model's load
+            save_expert_load(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
     if run.monitor is not None:
         compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)
     for problem in run.records.trackers.problems():

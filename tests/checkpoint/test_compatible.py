@@ -65,6 +65,8 @@ OTHER = {
     "moe.router.jitter": 0.1,
     "moe.router.balance_over": "sequence",
     "moe.router.bias_update_rate": 0.01,
+    "moe.router.quantile_bins": 100,
+    "moe.router.forced": "balanced",
 }
 
 REFUSED = {
@@ -170,6 +172,14 @@ def test_weights_may_go_into_a_run_with_other_data_and_optimizer():
     cfg = dataclasses.replace(Config(), optimizer=changed("optimizer.name", "muon").optimizer)
     check_same_weights(to_dict(Config()), changed("train.seed", 9, cfg))
     check_same_weights(to_dict(Config()), changed("model.sliding_window", 9))
+
+
+def test_weights_of_a_benchmark_begin_no_other_run():
+    forced = changed("moe.router.forced", "balanced")
+    with pytest.raises(InputError, match=r"`moe\.router\.forced` = balanced"):
+        check_same_weights(to_dict(forced), Config())
+    check_same_weights(to_dict(forced), forced)
+    check_same_weights(to_dict(Config()), forced)
 
 
 def test_weights_of_another_shape_are_refused():

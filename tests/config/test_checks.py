@@ -41,6 +41,8 @@ model.first_dense_layers=3 model.mlp_hidden=64
 moe.router.num_groups=8 moe.router.groups_per_token=2
 moe.router.num_groups=4 moe.router.score=sigmoid
 moe.router.bias_update_rate=0.001 moe.router.balance_over=sequence
+moe.router.quantile_bins=1000 moe.router.score=sigmoid
+moe.router.forced=balanced moe.router.num_groups=4 moe.router.bias_update_rate=0.001
 model.activation=clamped_swiglu model.activation_limit=5
 moe.shared_gate=true moe.num_shared_experts=1
 model.predict_ahead=1 train.predict_ahead_loss=0.1
@@ -131,6 +133,10 @@ optimizer.beta2=1 -> `optimizer.beta2` = 1.0 must be below 1
 optimizer.name=muon optimizer.muon_momentum=1 -> must be below 1
 train.seed=4294967296 -> `train.seed` = 4294967296 ... 32 bits
 moe.experts_per_token=9 -> `moe.experts_per_token` = 9 ... `moe.num_experts` = 8
+moe.router.quantile_bins=100 moe.router.bias_update_rate=0.1 -> \
+`moe.router.quantile_bins` = 100 and `moe.router.bias_update_rate` = 0.1 both set
+moe.router.quantile_bins=100 moe.router.num_groups=4 -> `moe.router.num_groups` is 4
+moe.router.quantile_bins=100 moe.experts_per_token=8 -> every token visits all 8 experts
 moe.router.num_groups=3 -> = 8 is not a multiple ... = 3 ... 1, 2, 4, 8 groups
 moe.router.num_groups=2 moe.router.groups_per_token=3 -> \
 `moe.router.groups_per_token` = 3 ... `moe.router.num_groups` = 2
@@ -250,6 +256,8 @@ plan.mode=hand plan.traces=3 -> plan.traces: the planner is off
 plan.mode=hand plan.seconds=3 -> plan.seconds: the planner is off
 plan.mode=hand plan.replan=true -> plan.replan: the planner is off
 moe.router.groups_per_token=2 -> moe.router.groups_per_token: `moe.router.num_groups` is 1
+moe.router.forced=balanced plan.mode=auto plan.routing=zipf:1 -> \
+plan.routing: `moe.router.forced` is balanced
 model.activation_limit=5 -> model.activation_limit: clamped_swiglu
 moe.shared_gate=true -> moe.shared_gate: `moe.num_shared_experts` is 0
 moe.shared_hidden=7 -> moe.shared_hidden: `moe.num_shared_experts` is 0

@@ -41,8 +41,8 @@ FIELD_NAMES = {
         "slots slots_from"
     ),
     "moe.router": (
-        "balance_loss balance_over bias_update_rate groups_per_token jitter num_groups "
-        "renormalize score weight_scale z_loss"
+        "balance_loss balance_over bias_update_rate forced groups_per_token jitter num_groups "
+        "quantile_bins renormalize score weight_scale z_loss"
     ),
     "optimizer": (
         "beta1 beta2 clip_norm epsilon final_fraction learning_rate muon_learning_rate "

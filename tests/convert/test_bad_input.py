@@ -5,7 +5,10 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
+from moejax.checkpoint.manifest import write_manifest
 from moejax.config.fields import change
+from moejax.config.load import to_dict
+from moejax.config.schema import Config
 from moejax.convert import exporting, importing
 from moejax.errors import InputError
 from moejax.hf.families import family_named
@@ -145,6 +148,15 @@ def test_exports_of_what_is_not_there_or_damaged_are_refused(done, refused, mode
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
     assert "checkpoint is damaged" in refused("export", imported, "--out", "exported")
+
+
+def test_a_benchmark_with_forced_routing_is_not_exported(refused, tmp_path):
+    path = tmp_path / "run/checkpoints/3"
+    path.mkdir(parents=True)
+    cfg = change(Config(), {"moe.router.forced": "balanced"})
+    write_manifest(path, {"step": 3, "config": to_dict(cfg)})
+    line = refused("export", tmp_path / "run", "--out", "exported")
+    assert "`moe.router.forced` = balanced" in line
 
 
 def test_nothing_is_left_when_the_work_fails(command, model, tmp_path, monkeypatch, done):

@@ -103,6 +103,18 @@ def test_what_an_evaluation_reads_may_be_set(tmp_path):
     assert {name: get_value(found, name) for name in given} == given
 
 
+def test_a_benchmark_with_forced_routing_is_read_by_scores_and_told(tmp_path):
+    cfg = change(small_config(model=CHECKED), {"moe.router.forced": "balanced"})
+    cfg = dataclasses.replace(cfg, plan=PlanConfig(mode="hand"))
+    write_step(tmp_path, 3, cfg)
+    chosen = choose(str(tmp_path), None, [], ALONE)
+    assert chosen.cfg.moe.router.forced == "none"
+    (note,) = chosen.notes
+    assert "`moe.router.forced` = balanced" in note
+    with pytest.raises(InputError, match=r"`moe\.router\.forced` has no effect here"):
+        choose(str(tmp_path), None, ["moe.router.forced=balanced"], ALONE)
+
+
 def test_nothing_to_evaluate_is_told(tmp_path):
     with pytest.raises(InputError, match="no finished checkpoint"):
         choose(str(tmp_path / "nowhere"), None, [], ALONE)

@@ -229,3 +229,35 @@ def test_entropy_is_one_where_scores_are_even_and_zero_where_one_expert_has_all(
     assert found([[1.0]]) == 0  # a single expert: nothing to tell apart
     gradient = jax.grad(lambda x: in_one_device_map(lambda x: router.entropy(x, layout=ONE), x))
     assert not gradient(jnp.full((2, 4), 0.25)).any()
+
+
+@settings(max_examples=60)
+@given(
+    groups=st.sampled_from([(1, 1), (4, 2), (2, 1), (8, 8), (4, 3)]),
+    size=st.integers(2, 6),
+    k=st.integers(1, 6),
+    rows=st.integers(1, 9),
+    first=st.integers(0, 5),
+)
+def test_experts_in_turn_are_different_even_and_of_few_groups(groups, size, k, rows, first):
+    G, few = groups
+    E, k = G * size, min(k, few * size)
+    cfg = RouterConfig(num_groups=G, groups_per_token=few, forced="balanced")
+    expert_NK = np.asarray(router.choose_in_turn(first * E, rows * E, E, cfg, k=k))
+    assert all(len(set(chosen)) == k for chosen in expert_NK)
+    assert all(len(set(chosen // size)) <= few for chosen in expert_NK)
+    for row in np.split(expert_NK, rows):
+        assert np.bincount(row.ravel(), minlength=E).tolist() == [k] * E
+    # A device's tokens go on where those of the one before end.
+    parts = [router.choose_in_turn(first * E + n, 1, E, cfg, k=k) for n in range(2)]
+    np.testing.assert_array_equal(np.concatenate(parts), expert_NK[:2])
+
+
+def test_forced_experts_have_the_weights_of_their_scores():
+    logit_NE = jax.random.normal(jax.random.key(0), (6, 4))
+    forced_NK = jnp.array([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]])
+    cfg = RouterConfig(forced="balanced", renormalize=False)
+    routing = router.route(logit_NE, jnp.zeros(4), cfg, k=2, given_NK=forced_NK)
+    np.testing.assert_array_equal(routing.expert_NK, forced_NK)
+    wanted = np.take_along_axis(np.asarray(jax.nn.softmax(logit_NE)), np.asarray(forced_NK), 1)
+    np.testing.assert_allclose(routing.weight_NK, wanted, rtol=1e-6)

@@ -211,6 +211,7 @@ def _check_experts(cfg: Config) -> None:
         f"`moe.experts_per_token` = {K} is more than `moe.num_experts` = {E}. Lower the first or "
         "raise the second.",
     )
+    _check_quantiles(cfg)
     if G == 1:
         return
     require(
@@ -233,6 +234,28 @@ def _check_experts(cfg: Config) -> None:
         router.score != "sigmoid" or E // G >= 2,
         f"`moe.router.num_groups` = {G} leaves one expert in a group of {E}. With sigmoid scores "
         f"a group counts by its two best experts. Choose at most {E // 2} groups.",
+    )
+
+
+def _check_quantiles(cfg: Config) -> None:
+    E, router = cfg.moe.num_experts, cfg.moe.router
+    if router.quantile_bins is None:
+        return
+    bins = f"`moe.router.quantile_bins` = {router.quantile_bins}"
+    require(
+        router.bias_update_rate == 0,
+        f"{bins} and `moe.router.bias_update_rate` = {router.bias_update_rate} both set the "
+        "selection bias. Set bias_update_rate=0, or quantile_bins=none.",
+    )
+    require(
+        router.num_groups == 1,
+        f"{bins} needs one group of experts, and `moe.router.num_groups` is {router.num_groups}. "
+        "No bias brings an expert to a token that chose other groups. Set num_groups=1, or "
+        "bias_update_rate in place of quantile_bins.",
+    )
+    require(
+        cfg.moe.experts_per_token < E,
+        f"{bins} has no effect: every token visits all {E} experts. Set quantile_bins=none.",
     )
 
 

@@ -128,6 +128,11 @@ _OF_MODEL: tuple[_Effect, ...] = (
         lambda cfg: cfg.moe.capacity_factor is None,
         "`moe.capacity_factor` is set, and buckets hold the capacity of every expert",
     ),
+    (
+        "moe.router.forced",
+        lambda cfg: cfg.data.source != "routing",
+        "`data.source` is routing, whose texts bring their experts",
+    ),
     ("moe.slots_from", lambda cfg: cfg.moe.slots > 0, "`moe.slots` is 0"),
     (
         "moe.router.groups_per_token",
@@ -179,6 +184,11 @@ _OF_TRAINING: tuple[_Effect, ...] = (
         "train.predict_ahead_loss",
         lambda cfg: cfg.model.predict_ahead > 0,
         "`model.predict_ahead` is 0",
+    ),
+    (
+        "plan.routing",
+        lambda cfg: cfg.moe.router.forced == "none",
+        "`moe.router.forced` is balanced, so every load is even",
     ),
     (
         "train.rollbacks",

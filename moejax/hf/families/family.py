@@ -77,6 +77,8 @@ TRAINING = (
     "moe.router.balance_over",
     "moe.router.z_loss",
     "moe.router.bias_update_rate",
+    "moe.router.quantile_bins",
+    "moe.router.forced",
 )
 # Keys of any model that do not change its logits.
 ANYWHERE = (

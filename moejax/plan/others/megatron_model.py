@@ -92,6 +92,14 @@ def _experts(cfg: Config) -> dict[str, Value]:
             "moe-router-enable-expert-bias": None,
             "moe-router-bias-update-rate": router.bias_update_rate,
         }
+    if router.quantile_bins is not None:
+        values |= {
+            "moe-router-load-balancing-type": "quantile_balancing",
+            "moe-router-quantile-balancing-estimation-scope": "global_batch",
+            "moe-router-qb-num-bins": router.quantile_bins,
+        }
+    if router.forced != "none":
+        values["moe-router-force-load-balancing"] = None
     return values
 
 

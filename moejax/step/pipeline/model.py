@@ -71,6 +71,7 @@ class RouterParts(NamedTuple):
     entropy: jax.Array
     load_LE: jax.Array
     uneven_L3: jax.Array
+    needed_LEQ: jax.Array | None = None
 
 
 class StagedModel:
@@ -371,7 +372,8 @@ class StagedModel:
         )
         share = len(load_LE) / self.expert_layers / self.micro_batches / slices
         entropy = jnp.mean(stats.entropy)
-        return loss * share, RouterParts(balance * share, entropy * share, load_LE, uneven_L3)
+        parts = balance * share, entropy * share, load_LE, uneven_L3, stats.needed_EQ
+        return loss * share, RouterParts(*parts)
 
 
 def no_parts() -> RouterParts:

@@ -175,7 +175,8 @@ class Ticks:
             shape = (count * counts.shape[0], *counts.shape[1:])
             return jax.ShapeDtypeStruct(shape, counts.dtype)
 
-        parts = parts._replace(load_LE=every(parts.load_LE), uneven_L3=every(parts.uneven_L3))
+        counts = {name: getattr(parts, name) for name in ("load_LE", "uneven_L3", "needed_LEQ")}
+        parts = parts._replace(**jax.tree.map(every, counts))
         share_BtD, zero_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
         combined, link = self.schedule.combined, self.gradient_link
         stacked_VBtD = jnp.broadcast_to(x_BtD, (count, *x_BtD.shape))
@@ -310,6 +311,7 @@ def _add_parts(state: TickState, parts: RouterParts | None, task: StageTask) -> 
         sums.entropy + jnp.where(task.valid, parts.entropy, 0),
         add_counts(sums.load_LE, parts.load_LE),
         add_counts(sums.uneven_L3, parts.uneven_L3),
+        jax.tree.map(add_counts, sums.needed_LEQ, parts.needed_LEQ),
     )
     return state._replace(router_parts=sums)
 
@@ -336,6 +338,7 @@ def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -
         return jnp.concatenate(parts) if parts else leading
 
     layers = end.router_parts
+    needed = [n for n in (leading.needed_LEQ, layers.needed_LEQ, head.needed_LEQ) if n is not None]
     return LossParts(
         end.head_parts.nll,
         leading.balance + layers.balance + head.balance,
@@ -343,4 +346,5 @@ def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -
         join(leading.load_LE, layers.load_LE, head.load_LE),
         join(leading.uneven_L3, layers.uneven_L3, head.uneven_L3),
         end.head_parts.ahead,
+        jnp.concatenate(needed) if needed else None,
     )

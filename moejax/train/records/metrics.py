@@ -50,6 +50,7 @@ class Report:
     # of `model.predict_ahead`, nats per target; None without, NaN without targets
     ahead_loss: float | None = None
     without_targets: bool | None = None  # whether no position of the step had a target; None: some
+    forced_routing: str | None = None  # `moe.router.forced`; None where scores choose experts
 
     def line(self, num_steps: int, width: int | None = None) -> str:
         """Returns the report as one line of text.
@@ -61,6 +62,7 @@ class Report:
         gigaflops = self.flops_per_second / 1e9
         parts = {
             "step": f"step {self.step}/{num_steps}",
+            "forced": f"FORCED ROUTING {self.forced_routing}" if self.forced_routing else "",
             "loss": "no targets" if self.without_targets else f"loss {self.loss:.4f}",
             "ahead": "" if self.without_targets else self._ahead_text(),
             "rate": f"{self.tokens_per_second:,.0f} tok/s",
@@ -97,6 +99,7 @@ class Meter:
     peak: float
     num_steps: int
     schedule: Callable[[int], Any]
+    forced_routing: str | None = None
     started: tuple[float, int] | None = None
     _paused: float = 0.0
     # On the devices, of the steps since `start`.
@@ -155,6 +158,7 @@ class Meter:
             seconds_left=(self.num_steps - step) / per_second if per_second else 0.0,
             ahead_loss=ahead,
             without_targets=None if has_targets(metrics) else True,
+            forced_routing=self.forced_routing,
         )
 
 
@@ -242,7 +246,8 @@ class Records:
             self._draw("train", step, {"loss": loss})
         scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
         del scalars["step"]
-        scalars.pop("without_targets", None)
+        for name in ("without_targets", "forced_routing"):
+            scalars.pop(name, None)
         self._draw("train", report.step, scalars)
 
     def event(self, event: str, step: int, **values: float | int | str) -> None:

@@ -19,6 +19,8 @@ from moejax.runtime.memory import device_memory
 from moejax.runtime.processes import Processes
 from moejax.step.train_step import TrainStep
 
+FORCED = "experts do not follow scores. For benchmarks: no model, no load of a real run"
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -93,6 +95,8 @@ def print_summary(
         table.add_row(*row)
     if cfg.model.has_experts:
         table.add_row("route of tokens", explain(train_step.spec.route))
+        if cfg.moe.router.forced != "none":
+            table.add_row("FORCED ROUTING", f"{cfg.moe.router.forced}: {FORCED}")
     if train_step.spec.compression != NO_COMPRESSION:
         table.add_row("codecs across nodes", describe_codecs(train_step.spec.codecs))
     steps = f"{summary.tokens_per_step:,} tokens a step, {cfg.train.num_steps:,} steps"

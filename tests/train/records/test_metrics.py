@@ -96,6 +96,16 @@ def test_rates_are_of_the_steps_since_the_start_and_measurements_are_passed_on(c
     assert line.line(30) == f"{shown}  dropped 3  skipped 1  0:08 left"
 
 
+def test_forced_routing_is_told_with_every_line(clock, tmp_path):
+    meter = started()
+    meter.forced_routing = "balanced"
+    line = reported(meter, clock, 14, 2)
+    assert line.line(30).startswith("step 14/30  FORCED ROUTING balanced  loss 1.5000")
+    (found,) = recorded(tmp_path, line)
+    assert found["forced_routing"] == "balanced"
+    assert "forced_routing" not in recorded(tmp_path, report(clock))[-1]
+
+
 def test_what_overflowed_is_told_and_rounds_of_steps_between_lines_count(clock):
     line = report(clock, uneven=((0, 40, 2), (0, 3, 1)))
     assert (line.dropped, line.overflowed, line.rounds) == ([0, 0], [40, 3], [2, 1])

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import io
 
 import pytest
+from rich.console import Console
 
 from moejax.config.fields import change
 from moejax.errors import InputError
@@ -17,6 +19,7 @@ from moejax.train.records.summary import (
     check_memory,
     gather_note,
     memory_warnings,
+    print_summary,
     summarize,
 )
 from tests.cases import small_config, step_for
@@ -105,3 +108,17 @@ def test_the_links_of_a_named_cluster_count():
     text = note(cluster(slow=1e4))
     assert text is not None
     assert "(test)" in text
+
+
+def test_forced_routing_is_told_before_the_start():
+    def shown(**settings):
+        step, summary = summarized(**settings)
+        screen = io.StringIO()
+        print_summary(summary, step, Console(file=screen, width=200))
+        return screen.getvalue()
+
+    (row,) = [
+        line for line in shown(moe__router__forced="balanced").split("\n") if "FORCED" in line
+    ]
+    assert "balanced: experts do not follow scores" in row
+    assert "FORCED" not in shown()
