@@ -149,13 +149,7 @@ class MoE(nnx.Module):
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
             logit_NE = self._logits(x_BtD, weights.router_DE, noise)
-            routing = router.route(
-                logit_NE,
-                self.bias[...],
-                moe.router,
-                k=moe.experts_per_token,
-                recorded_NK=self._recorded(),
-            )
+            routing = self._route(logit_NE)
         expert_NK = routing.expert_NK
         if is_token_BT is not None:
             own_Bt = is_token_BT if replicated else own_positions(is_token_BT, layout)
@@ -181,13 +175,14 @@ class MoE(nnx.Module):
             stats = stats._replace(expert_NK=routing.expert_NK)
         return (leave_replicated if replicated else join_positions)(y_BtD, layout), stats
 
-    def _recorded(self) -> Int[Array, "N K"] | None:
-        if self.recorded is None:
-            return None
-        expert_BTK = self.recorded[...]
-        if not self.spec.route.replicated:
-            expert_BTK = own_positions(expert_BTK, self.spec.layout)
-        return expert_BTK.reshape(-1, expert_BTK.shape[2])
+    def _route(self, logit_NE: jax.Array) -> router.Routing:
+        k, recorded_NK = self.moe.experts_per_token, None
+        if self.recorded is not None:
+            expert_BtK = self.recorded[...]
+            if not self.spec.route.replicated:
+                expert_BtK = own_positions(expert_BtK, self.spec.layout)
+            recorded_NK = expert_BtK.reshape(-1, k)
+        return router.route(logit_NE, self.bias[...], self.moe.router, k=k, recorded_NK=recorded_NK)
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None

@@ -190,9 +190,7 @@ def _loss_of(
         params = attach(params, gathered=gathered)
     else:
         frozen = attach(frozen, gathered=gathered)
-    transformer = model.merge(params, state.router_bias, frozen)
-    if rows.expert_BTLK is not None:
-        transformer.use_recorded(rows.expert_BTLK)
+    transformer = model.merge(params, state.router_bias, frozen, rows.expert_BTLK)
     if num_targets.ahead is None:
         x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
     else:

@@ -62,7 +62,7 @@ def test_a_run_sends_tokens_to_recorded_experts_and_resumes_to_the_same_bits(pla
         assert code == 0, err
     assert "resuming at step 3" in out
     assert_same_end(place / "straight", place / "resumed")
-    assert evaluation(place, "--run", place / "straight")["targets"] > 0
+    assert evaluation(place, "--run", place / "straight")["nats_per_token"] > 0
 
 
 def test_a_run_without_held_out_files_has_no_tokenizer_and_shows_no_sample(place):
