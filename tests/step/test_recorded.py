@@ -201,6 +201,6 @@ def test_layers_that_run_in_turn_take_integers():
 
     def loss(w):
         given = {**state, "w": w}
-        return jnp.sum(in_turn(repeat, jnp.ones(3), (0, given))[0])
+        return jnp.sum(in_turn(repeat, jnp.ones(3), (jnp.int32(0), given))[0])
 
     np.testing.assert_array_equal(jax.grad(loss)(state["w"]), np.ones(3))
