@@ -115,8 +115,7 @@ def _read(path: Path, model_vocab: int, experts: ModelExperts) -> _File:
     """Reads and checks a file."""
     names = ("format", "num_experts", "layer_L", "tokens_N", "prompt_tokens_N", "id_T")
     try:
-        # NumPy leaves a path's file open where it is damaged.
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        with np.lib.npyio.NpzFile(path, allow_pickle=False) as file:
             arrays = {name: np.asarray(file[name]) for name in (*names, "expert_TLK")}
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files.
         raise _damaged(path, one_line(str(error))[:160]) from error
@@ -133,7 +132,7 @@ def _read(path: Path, model_vocab: int, experts: ModelExperts) -> _File:
         )
     T, texts_fit = len(id_T), tokens_N.shape == prompt_N.shape
     if texts_fit:
-        own_N = (1 <= tokens_N) & (tokens_N <= T) & (0 <= prompt_N) & (prompt_N <= tokens_N)
+        own_N = (tokens_N >= 1) & (tokens_N <= T) & (prompt_N >= 0) & (prompt_N <= tokens_N)
         texts_fit = own_N.all() and np.sum(tokens_N, dtype=np.int64) == T
     if not texts_fit:
         raise _damaged(path, "tokens_N, prompt_tokens_N and id_T do not fit together")
