@@ -295,7 +295,7 @@ class MoEConfig:
     )
     slots_from: str = setting(
         "now",
-        "load that copies are planned for; now: of each micro-batch's choices; last: of the step "
+        "load by which experts get copies; now: of each micro-batch's choices; last: of the step "
         "before, so that weights of copies travel beside attention",
         choices=("now", "last"),
     )

@@ -115,7 +115,7 @@ def _read(path: Path, model_vocab: int, experts: ModelExperts) -> _File:
     """Reads and checks a file."""
     names = ("format", "num_experts", "layer_L", "tokens_N", "prompt_tokens_N", "id_T")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.lib.npyio.NpzFile(path, allow_pickle=False) as file:
             arrays = {name: np.asarray(file[name]) for name in (*names, "expert_TLK")}
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files.
         raise _damaged(path, one_line(str(error))[:160]) from error
@@ -130,15 +130,18 @@ def _read(path: Path, model_vocab: int, experts: ModelExperts) -> _File:
             f"recorded routing has another format. {path} has format {version}, this moejax reads "
             f"{FORMAT}. Record the routing again."
         )
-    texts_fit = tokens_N.shape == prompt_N.shape and np.all((tokens_N >= 1) & (prompt_N >= 0))
-    if not texts_fit or np.sum(tokens_N, dtype=np.int64) != len(id_T):
+    T, texts_fit = len(id_T), tokens_N.shape == prompt_N.shape
+    if texts_fit:
+        own_N = (tokens_N >= 1) & (tokens_N <= T) & (prompt_N >= 0) & (prompt_N <= tokens_N)
+        texts_fit = own_N.all() and np.sum(tokens_N, dtype=np.int64) == T
+    if not texts_fit:
         raise _damaged(path, "tokens_N, prompt_tokens_N and id_T do not fit together")
-    if expert_TLK.ndim != 3 or expert_TLK.shape[:2] != (len(id_T), len(layer_L)):
+    if expert_TLK.ndim != 3 or expert_TLK.shape[:2] != (T, len(layer_L)):
         raise _damaged(path, f"expert_TLK has shape {expert_TLK.shape}")
     found = ModelExperts(int(E), expert_TLK.shape[2], tuple(layer_L.tolist()))
     _check_model(path, found, experts)
     _check_values(path, id_T, expert_TLK, model_vocab, found.num_experts)
-    place_T = np.arange(len(id_T)) - np.repeat(np.cumsum(tokens_N) - tokens_N, tokens_N)
+    place_T = np.arange(T) - np.repeat(np.cumsum(tokens_N) - tokens_N, tokens_N)
     target_T = place_T >= np.repeat(np.maximum(prompt_N, 1), tokens_N)
     return _File(id_T, target_T, place_T == 0, expert_TLK)
 

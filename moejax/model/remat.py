@@ -1,6 +1,5 @@
 """Remat policies of a repeat of blocks, and the order in which backward reduces gradients."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,12 +64,7 @@ def _tie_forward(x_BtD, state):
 
 
 def _tie_backward(_, gradients):
-    # Integers, such as recorded experts, have no gradient.
-    leaves, tree = jax.tree.flatten(gradients)
-    real = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
-    tied = iter(jax.lax.optimization_barrier(list(itertools.compress(leaves, real))))
-    both = zip(real, leaves, strict=True)
-    return tree.unflatten(next(tied) if is_real else leaf for is_real, leaf in both)
+    return jax.lax.optimization_barrier(gradients)
 
 
 _tie_gradients.defvjp(_tie_forward, _tie_backward)

@@ -87,9 +87,9 @@ class Transformer(nnx.Module):
             first += repeats * count
 
     def use_load(self, load_LE: Int[Array, "L E"]) -> None:
-        """Plans copies of hot experts for an earlier load; the next call of this object does so.
+        """Chooses experts for copies by an earlier load; the next call of this object does so.
 
-        The module for multi-token prediction plans for its own choices.
+        The module for multi-token prediction chooses by its own tokens.
 
         Args:
           load_LE: of all L layers with experts, as in `Metrics`; those before stages alone if this

@@ -77,7 +77,9 @@ def _cycles(next_P: np.ndarray) -> np.ndarray:
     return np.array(found)
 
 
-def plan_copies(load_E: Any, rings_r: list[np.ndarray], xp: ModuleType = jnp) -> Copies:
+def plan_copies(
+    load_E: Any, rings_r: list[np.ndarray], xp: ModuleType = jnp, expert_Pr: Any = None
+) -> Copies:
     """Plans slot after slot: the hottest expert of each device, and how much of it moves on.
 
     Integers alone, so that all devices plan the same.
@@ -85,12 +87,13 @@ def plan_copies(load_E: Any, rings_r: list[np.ndarray], xp: ModuleType = jnp) ->
     Args:
       load_E: int32, at most 2**22 in all: see `scaled`.
       xp: `jax.numpy` in a program, `numpy` beside it.
+      expert_Pr: experts that have copies already; None: the hottest are chosen.
     """
     P = rings_r[0].size
     load_Pe = load_E.reshape(P, -1)
     rest_Pe, total_P, plan = load_Pe, xp.sum(load_Pe, axis=1, dtype=xp.int32), []
     for left, ring_RM in zip(range(len(rings_r), 0, -1), rings_r, strict=True):
-        hot_P = xp.argmax(rest_Pe, axis=1)
+        hot_P = xp.argmax(rest_Pe, axis=1) if expert_Pr is None else expert_Pr[:, len(plan)]
         is_hot_Pe = hot_P[:, None] == xp.arange(load_Pe.shape[1])
         whole_P, room_P = (
             xp.sum(xp.where(is_hot_Pe, x, 0), axis=1, dtype=xp.int32) for x in (load_Pe, rest_Pe)
@@ -158,6 +161,11 @@ def copy_hot(
     rings_r = rings(layout, moe.slots)
     copies = Copies(*(checkpoint_name(x, PLACES) for x in plan_copies(scaled(load_E), rings_r)))
     return copies, add_copies(weights, copies, rings_r, layout.expert_owner_axes)
+
+
+def shared_anew(copies: Copies, load_E: Int[Array, " E"], moe: MoEConfig, layout: Layout) -> Copies:
+    """Returns copies of the same experts, with quotas for another load."""
+    return plan_copies(scaled(load_E), rings(layout, moe.slots), expert_Pr=copies.expert_Pr)
 
 
 def load_of(expert_NK: Int[Array, "N K"], num_experts: int, layout: Layout) -> Int[Array, " E"]:

@@ -54,7 +54,7 @@ from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
-from moejax.moe.copies import Copies, copy_hot, load_of, spread
+from moejax.moe.copies import Copies, copy_hot, load_of, shared_anew, spread
 from moejax.moe.dispatch import Overflow, drop_above, moe_ffn
 from moejax.moe.quantile import count_needed
 from moejax.moe.sizes import expert_capacity
@@ -92,7 +92,7 @@ class MoEWeights(NamedTuple):
 
     router_DE: Float[Array, "D E"]
     experts: ExpertWeights
-    copies: Copies | None = None  # those that `experts` has, if they were planned before
+    copies: Copies | None = None  # those that `experts` has, if they were chosen before
 
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
@@ -106,7 +106,7 @@ class MoE(nnx.Module):
     Attributes:
       recorded: the experts to which tokens go, as `router.route` takes them; None: tokens choose.
         `Transformer.use_recorded` sets it for one step.
-      known_load: the load for which copies of hot experts are planned; None: that of this call's
+      known_load: the load by which experts are chosen that have copies; None: that of this call's
         choices. `Transformer.use_load` sets it for one step.
     """
 
@@ -211,9 +211,11 @@ class MoE(nnx.Module):
         """The exchange and the experts: by experts, or with slots by places."""
         moe, spec, experts, copies = self.moe, self.spec, weights.experts, weights.copies
         if moe.slots:
+            load_E = load_of(expert_NK, moe.num_experts, spec.layout)
             if copies is None:
-                load_E = load_of(expert_NK, moe.num_experts, spec.layout)
                 copies, experts = copy_hot(load_E, experts, moe, spec.layout)
+            else:
+                copies = shared_anew(copies, load_E, moe, spec.layout)
             expert_NK, moe = spread(expert_NK, copies, moe, spec.layout)
         return moe_ffn(x_ND, weight_NK, expert_NK, experts, moe, spec, clamp=self.clamp)
 

@@ -45,13 +45,29 @@ class ModelDef:
         vocabulary = self.cfg.model.vocab_size // self.layout.size(self.layout.tensor)
         return max(1, self.spec.logit_elements // vocabulary)
 
-    def merge(self, params: Tree, router_bias: Tree, frozen: Tree = None) -> Transformer:
+    def merge(
+        self,
+        params: Tree,
+        router_bias: Tree,
+        frozen: Tree = None,
+        expert_BSLK: jax.Array | None = None,
+        load_LE: jax.Array | None = None,
+    ) -> Transformer:
         """Returns the model with these arrays; arguments as in `TrainState`.
 
         Weights and the factors of adapters are arrays or `Shard`s.
+
+        Args:
+          expert_BSLK: recorded experts, for `Transformer.use_recorded`; None: tokens choose.
+          load_LE: for `Transformer.use_load`, where copies of experts are chosen by it.
         """
         weights = params if frozen is None else attach(frozen, adapters=params)
-        return nnx.merge(self.graph, weights, router_bias)
+        transformer = nnx.merge(self.graph, weights, router_bias)
+        if expert_BSLK is not None:
+            transformer.use_recorded(expert_BSLK)
+        if load_LE is not None:
+            transformer.use_load(load_LE)
+        return transformer
 
     def init(self) -> tuple[Tree, Tree]:
         """Returns all weights and the selection biases, drawn from the seed."""

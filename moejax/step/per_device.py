@@ -197,11 +197,8 @@ def _loss_of(
         params = attach(params, gathered=gathered)
     else:
         frozen = attach(frozen, gathered=gathered)
-    transformer = model.merge(params, state.router_bias, frozen)
-    if rows.expert_BTLK is not None:
-        transformer.use_recorded(rows.expert_BTLK)
-    if state.load_LE is not None:
-        transformer.use_load(state.load_LE)
+    further = rows.expert_BTLK, state.load_LE
+    transformer = model.merge(params, state.router_bias, frozen, *further)
     if num_targets.ahead is None:
         x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
     else:

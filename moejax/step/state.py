@@ -27,8 +27,8 @@ class TrainState(NamedTuple):
     reduction: Tree
     # All weights where adapters are trained, else None. No checkpoint of the run holds them.
     frozen: Tree = None
-    # Assignments to each expert in the last step [L, E], where copies of experts are planned for
-    # them (`moe.slots_from`); else None.
+    # Assignments to each expert in the last step [L, E], where experts get copies by them
+    # (`moe.slots_from`); else None.
     load_LE: Leaf = None
 
 

@@ -126,6 +126,11 @@ REFUSED = {
     "fewer ids": ({"id_T": np.ones(16, np.int32)}, ["do not fit"]),
     "an empty text": ({"tokens_N": np.int32([5, 12, 0])}, ["do not fit"]),
     "a text more": ({"prompt_tokens_N": np.int32([1, 1])}, ["do not fit"]),
+    "a prompt behind its text": ({"prompt_tokens_N": np.int32([6, 1, 6])}, ["do not fit"]),
+    "sizes that add up past their type": (
+        {"tokens_N": np.array([2**63 - 1, 2**63 - 1, 19])},
+        ["do not fit"],
+    ),
     "a layer less": ({"expert_TLK": changed(lambda x: None)[:, :2]}, ["shape (17, 2, 2)"]),
     "other layers": ({"layer_L": np.int32([0, 1, 2])}, ["[0, 1, 2]", "[1, 2, 4]"]),
     "more experts": ({"num_experts": np.int32(8)}, ["experts of a layer: 8", "the model 6"]),
@@ -133,7 +138,7 @@ REFUSED = {
     "an expert too many": ({"expert_TLK": put(3, 1, [0, 6])}, ["token 3, layer 1", "[0, 6]"]),
     "half of a choice": ({"expert_TLK": put(16, 2, [-1, 3])}, ["token 16, layer 2"]),
     "an expert twice": ({"expert_TLK": put(0, 0, [4, 4])}, ["token 0, layer 0", "[4, 4]"]),
-    "no answer": ({"prompt_tokens_N": np.int32([5, 9, 9])}, ["nothing to learn"]),
+    "no answer": ({"prompt_tokens_N": np.int32([5, 3, 9])}, ["nothing to learn"]),
     "an id too large": ({"id_T": np.full(17, 100, np.int32)}, ["token 0: id 100", "is 100"]),
 }
 

@@ -269,6 +269,8 @@ def _note_made(words: list[str], given: dict, values: dict, cfg, made: Made) -> 
     """Adds what a command leaves behind."""
     if words[0] == "train" and not (given["dry_run"] or given["print_config"] or given["settings"]):
         made.paths.add(values["run_dir"] if cfg is None else cfg.run_dir)
+    if str(given.get("routing")).endswith(".npz"):
+        made.paths.add(given["routing"])
     for name in ("out", "report"):
         if given.get(name) is not None:
             out = str(given[name])

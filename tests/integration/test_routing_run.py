@@ -20,6 +20,7 @@ from tests.integration.runs import (
 pytestmark = pytest.mark.slow
 
 BASE = describe(4, sample=2, simulated_devices=4).replace("save_every: 10", "save_every: null")
+NO_EVALUATION = ("data.eval_files=", "train.eval_every=100", "train.eval_batches=16")
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +63,11 @@ def test_a_run_sends_tokens_to_recorded_experts_and_resumes_to_the_same_bits(pla
         assert code == 0, err
     assert "resuming at step 3" in out
     assert_same_end(place / "straight", place / "resumed")
-    assert evaluation(place, "--run", place / "straight")["targets"] > 0
+    assert evaluation(place, "--run", place / "straight")["nats_per_token"] > 0
 
 
 def test_a_run_without_held_out_files_has_no_tokenizer_and_shows_no_sample(place):
-    code, out, err = train(place, "alone", "train.num_steps=2", "data.eval_files=")
+    code, out, err = train(place, "alone", "train.num_steps=2", *NO_EVALUATION)
     assert code == 0, err
     assert "nothing was held out" in out
     assert "sample" not in out
@@ -78,11 +79,10 @@ def test_all_tokens_of_a_file_go_where_it_says(place):
     recorded = arrays["expert_TLK"] >= 0
     arrays["expert_TLK"] = np.where(recorded, np.int16([3, 1]), arrays["expert_TLK"])
     np.savez(place / "moved.npz", **arrays)
-    words = ("train.num_steps=1", "data.train_files=moved.npz")
+    words = ("train.num_steps=2", "data.train_files=moved.npz")
     code, _, err = train(place, "moved", *words)
     assert code == 0, err
-    ((_, one, _, three),) = loads = json.loads((place / "moved" / "routing.json").read_text())[
-        "load"
-    ]
+    text = (place / "moved" / "routing.json").read_text()
+    ((zero, one, two, three),) = json.loads(text)["load"]
     # But for the last tokens of texts.
-    assert one + three > 0.9 * sum(loads[0])
+    assert one + three > 9 * (zero + two)

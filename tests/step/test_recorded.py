@@ -27,7 +27,7 @@ from tests.step.against_oracle import MESH_OF_ONE, NO_ROUTE, TERMS, only
 from tests.step.pipeline.test_stages import config as staged
 from tests.step.test_context import shared
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+unchecked = pytest.mark.usefixtures("unchecked_annotations")  # small tests below check them
 
 # Balance is counted over what a device sees at a time, and the oracle sees all at once.
 NO_BALANCE = {"router": {"balance_loss": 0.0}}
@@ -121,6 +121,7 @@ def check(cfg, batch, path="certain"):
     return parts
 
 
+@unchecked
 @pytest.mark.parametrize("name", cases(OFTEN))
 def test_tokens_go_to_recorded_experts_and_others_choose(name):
     check(CASES[name], drawn(CASES[name]))
@@ -143,6 +144,7 @@ def own_choices(cfg, batch):
     return expert_NLK.reshape(*batch.token_BT.shape, layers, K).astype(np.int32)
 
 
+@unchecked
 @pytest.mark.parametrize("name", cases(["all axes, micro-batches"]))
 def test_a_models_own_choices_change_nothing(name):
     cfg = CASES[name]
@@ -199,6 +201,6 @@ def test_layers_that_run_in_turn_take_integers():
 
     def loss(w):
         given = {**state, "w": w}
-        return jnp.sum(in_turn(repeat, jnp.ones(3), (0, given))[0])
+        return jnp.sum(in_turn(repeat, jnp.ones(3), (jnp.int32(0), given))[0])
 
     np.testing.assert_array_equal(jax.grad(loss)(state["w"]), np.ones(3))

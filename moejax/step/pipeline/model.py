@@ -147,8 +147,8 @@ class StagedModel:
         # Virtual stage 0 of all stages comes first: V P L.
         staged = expert_JBTLK[:, :, :, L - layers * P :]
         by_stage = staged.reshape(J, B, T, self.virtual_stages, P, -1, K)
-        own_PJBT = wire.all_to_all(jnp.moveaxis(by_stage, 4, 0), self.layout.stage, tag=None)
-        return own_PJBT.reshape(P * J, B, T, layers, K)
+        own = wire.all_to_all(jnp.moveaxis(by_stage, 4, 0), self.layout.stage, tag=None)
+        return own.reshape(P * J, B, T, layers, K)
 
     def _recorded_of(self, task: StageTask, index: jax.Array) -> list[jax.Array]:
         """Returns the recorded experts [B, T, K] of a task, for each expert block of a layer."""
@@ -173,10 +173,14 @@ class StagedModel:
         """Returns the link between stages for arrays like x [B, t, D]."""
         return links.build_link(traffic, self.layout, self.model.spec.codecs, x_BtD)
 
-    def transformer(self, outer: Tree) -> Transformer:
-        """Returns the model with these weights outside of the stages' layers."""
+    def transformer(self, outer: Tree, *further: jax.Array | None) -> Transformer:
+        """Returns the model with these weights outside of the stages' layers.
+
+        Args:
+          further: recorded experts, and a load, as of `ModelDef.merge`.
+        """
         params = self.weights.join(outer, self.weights.layers)
-        return self.model.merge(params, self.state.router_bias)
+        return self.model.merge(params, self.state.router_bias, None, *further)
 
     def task(self, n: jax.Array, section: jax.Array) -> StageTask:
         """Returns task n of this stage; in the bubble the nearest micro-batch's, not valid.
@@ -267,11 +271,9 @@ class StagedModel:
           Hidden states [B, t, D], positions ordered by slices, and the experts' statistics.
         """
         rows = entry(self.local_batch, j)
-        model, noise = self.transformer(outer), self.noise(self.stage_index, j)
-        if rows.expert_BTLK is not None:
-            model.use_recorded(rows.expert_BTLK)
-        if self.training and self.state.load_LE is not None:
-            model.use_load(self.state.load_LE)
+        load_LE = self.state.load_LE if self.training else None
+        model = self.transformer(outer, rows.expert_BTLK, load_LE)
+        noise = self.noise(self.stage_index, j)
         with jax.named_scope("embed"):
             x_BtD, stats = model.before_stages(rows.token_BT, rows.segment_BT, noise)
         return links.order_by_slices(x_BtD, self.slices, self.layout), stats
