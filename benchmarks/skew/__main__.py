@@ -34,7 +34,7 @@ from moejax.train.planning import save_expert_load
 
 RECORDED = ROOT / "benchmarks" / "recorded"
 KEPT_ROWS = 16  # rows of each text whose choices are written
-SMALL = Setup(steps=20, recorded=(10, 20), rows=192, rows_before=128)
+SMALL = Setup(steps=20, recorded=(10, 20), rows=192, rows_before=64, rows_other=96)
 
 
 def write_loads(folder: Path, name: str, choice_BTLK: np.ndarray, experts: int) -> None:

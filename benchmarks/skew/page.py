@@ -111,25 +111,132 @@ def placements(result: dict[str, Any], kind: str) -> list[str]:
     return table(["balanced by", "devices", *SLOTS.values()], rows, 2)
 
 
-def worst_balanced(result: dict[str, Any]) -> tuple[float, str]:
-    """The busiest device over the mean with a way to balance, own text, 4k and 16k: the worst."""
+def worst(result: dict[str, Any], ways: tuple[str, ...], size: str) -> tuple[float, str]:
+    """The busiest device over the mean in the worst layer of some ways, and where that was."""
     found = [
-        (by[devices]["worst"], f"{way}, {size} tokens, {devices} devices")
-        for way in WAYS_BALANCED
-        for size, by in result["ways"][way]["texts"]["own"].items()
-        if size != "1k"
-        for devices in ("4", "8", "16")
+        (by["worst"], f"{way}, {devices} devices")
+        for way in ways
+        for devices, by in result["ways"][way]["texts"]["own"][size].items()
+        if devices != "expert"
     ]
     return max(found)
 
 
+def copied(result: dict[str, Any], way: str, kind: str, devices: str) -> str:
+    """One line of what placement gives, medians of layers."""
+    by = result["ways"][way]["placed"][kind][devices]
+    one = {name: found["before"]["median"] for name, found in by.items()}
+    return (
+        f"{one['in order']:.2f} in order, {one['rearranged']:.2f} rearranged, {one['1']:.2f}, "
+        f"{one['2']:.2f} and {one['3']:.2f} with one, two and three slots"
+    )
+
+
+def lina(result: dict[str, Any]) -> str:
+    """Whether longer paths tell more, as Lina found."""
+    told = {
+        way: [one["foretold"][f"{n}, {least}"]["share"] for n in (1, 3, 6) for least in (8,)]
+        for way, one in result["ways"].items()
+    }
+    ways = [way for way, shares in told.items() if shares == sorted(shares)]
+    each = "; ".join(
+        f"{way}: {', '.join(f'{100 * x:.1f}' for x in shares)} %" for way, shares in told.items()
+    )
+    return (
+        f"Of the experts that a token takes, so many are among the foretold with paths of 1, 3 and "
+        f"6 layers (seen 8 times): {each}. They grow with each step in {len(ways)} of {len(told)}."
+    )
+
+
+def follows(result: dict[str, Any]) -> list[str]:
+    """What follows, in sentences that the numbers choose."""
+    free = ("none",)
+    lines = []
+    for size in SIZES:
+        (of_balanced, where), (of_free, free_where) = (
+            worst(result, ways, size) for ways in (WAYS_BALANCED, free)
+        )
+        even = max(result["even"][size][p]["worst"] for p in ("4", "8", "16"))
+        lines.append(
+            f"- Micro-batches of {size} tokens: the busiest device is at most {of_balanced:.2f} "
+            f"with a way to balance ({where}), {of_free:.2f} without ({free_where}), {even:.2f} if "
+            f"experts are drawn evenly. That is {'under' if of_balanced < BAR else 'over'} the bar "
+            f"of {BAR} with a way to balance."
+        )
+    for way in ("none", "balance loss"):
+        lines.append(
+            f"- Of 8 devices, with the table of the micro-batches before ({way}): "
+            f"{copied(result, way, 'own', '8')}."
+        )
+    return [*lines, f"- {lina(result)}"]
+
+
+TEXTS = {
+    sizes: (
+        "By size of a micro-batch",
+        "The last step, held-out text of the kind of training, rows drawn as training draws them. "
+        "Even draws: experts of each token drawn evenly, which is what chance alone makes.",
+    ),
+    over_steps: ("Over training", "The busiest of 8 devices, micro-batches of 4k tokens."),
+    by_layer: ("By layer", "The same at the last step, medians over micro-batches."),
+    on_texts: (
+        "On other texts",
+        "The same. As it stands: rows of a file follow one another, as in serving.",
+    ),
+    lasting: (
+        "How long hot experts stay hot",
+        "Of the hottest eighth of a layer's experts, the share that is among the hottest again "
+        "(chance: 12 %): in another micro-batch of 4k tokens, so many apart, or at the next "
+        "recorded step on the same text. Here the worst is the least.",
+    ),
+    foretold: (
+        "What foretells the next layer",
+        "A path is the likeliest expert of each of the last layers. Counts are learned on one half "
+        "of the files and tested on the other, for the layers with six before them. Each cell: how "
+        "often the likeliest is among the token's experts, and the share of a token's experts that "
+        "are among as many foretold. A path that was not seen, or not 8 times, gives way to the "
+        "next shorter one; the last column is how many tokens had theirs, by way.",
+    ),
+}
+PLACED = (
+    "The busiest device over the mean, by formula: micro-batches of 4k tokens, medians over "
+    "layers. Slots: a device holds so many copies, slot j of device p of an expert of device "
+    "p + j + 1, the hottest by load over holders; a linear program splits its rows. Three tables "
+    "each: made from the micro-batch itself, from the four before it, and from the recorded step before the last, "
+    "on the kind of text of training."
+)
+SIZES = ("1k", "4k", "16k")
+
+
 def page(result: dict[str, Any], doc: str) -> str:
     """The results as Markdown."""
+    setup = result["setup"]
     lines = ["# How unevenly tokens fall on experts", "", *doc.strip().splitlines()]
-    parts = [sizes, over_steps, by_layer, on_texts, lasting, foretold]
-    for part in parts:
-        lines += ["", f"## {part.__name__}", "", *part(result)]
+    lines += ["", "## What follows", "", *follows(result), "", "## The models", ""]
+    lines += [*models(result, setup)]
+    for part, (title, text) in TEXTS.items():
+        lines += ["", f"## {title}", "", text, "", *part(result)]
+    lines += ["", "## Other placements and copies", "", PLACED]
     for kind in next(iter(result["ways"].values()))["placed"]:
-        lines += ["", f"## {kind}", "", *placements(result, kind)]
-    lines += ["", json.dumps({way: one["bits"] for way, one in result["ways"].items()})]
-    return "\n".join([*lines, "", f"JAX {result['jax']}, {result['date']}.", ""])
+        name = {"own": "held-out text of the kind of training"}.get(kind, kind)
+        lines += ["", f"{name[0].upper()}{name[1:]}:", "", *placements(result, kind)]
+    machine = json.dumps(result["machine"])
+    stamp = f"JAX {result['jax']}, Python {result['python']}, {result['date']}."
+    return "\n".join([*lines, "", f"{stamp} Machine: {machine}", ""])
+
+
+def models(result: dict[str, Any], setup: dict[str, Any]) -> list[str]:
+    """The models, and how well they learned."""
+    keys = list(next(iter(result["ways"].values()))["bits"])
+    names = [f"step {key}" if key.isdigit() else key for key in keys]
+    rows = [
+        [way, *(f"{one['bits'][key]:.2f}" for key in keys)] for way, one in result["ways"].items()
+    ]
+    tokens = setup["batch"] * setup["length"]
+    text = (
+        f"{setup['layers']} layers of width {setup['width']}, {setup['experts']} experts of "
+        f"hidden width {setup['hidden']}, {setup['choices']} a token, in {setup['steps']} steps of "
+        f"{tokens:,} tokens, one seed. Weights are those of the run in memory: nothing was "
+        "exported or imported. Bits per byte on the recorded rows:"
+    )
+    return [text, "", *table(["balanced by", *names], rows)]
