@@ -202,8 +202,8 @@ PLACED = (
     "The busiest device over the mean, by formula: micro-batches of 4k tokens, medians over "
     "layers. Slots: a device holds so many copies, slot j of device p of an expert of device "
     "p + j + 1, the hottest by load over holders; a linear program splits its rows. Three tables "
-    "each: made from the micro-batch itself, from the four before it, and from the recorded step before the last, "
-    "on the kind of text of training."
+    "each: made from the micro-batch itself, from the four before it, and from the recorded step "
+    "before the last, on the kind of text of training."
 )
 SIZES = ("1k", "4k", "16k")
 

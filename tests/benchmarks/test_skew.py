@@ -1,5 +1,6 @@
 """Formulas of the page about uneven experts, by hand-worked cases; the page is its record's."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -24,7 +25,11 @@ from benchmarks.skew.loads import (
     loads_of,
     summary,
 )
+from benchmarks.skew.page import page
 from benchmarks.skew.paths import predicted, predicted_by_id
+from moejax.plan.price.routing import read_expert_load
+
+ROOT = Path(__file__).parents[2] / "benchmarks"
 
 LOADS = st.lists(st.integers(0, 100), min_size=16, max_size=16).filter(any)
 
@@ -124,3 +129,19 @@ def test_shares_are_whole_lie_on_holders_and_no_slot_makes_it_worse(load, slots)
         assert set(np.flatnonzero(share_EP[expert] > 1e-9)) <= set(own)
     before = busiest(load_E, placed(load_E, "in order", 4))
     assert busiest(load_E, share_EP) <= before + 1e-6
+
+
+def test_the_page_is_that_of_its_record():
+    record = json.loads((ROOT / "results/skew.json").read_text())
+    doc = ast.get_docstring(ast.parse((ROOT / "skew/__main__.py").read_text()))
+    assert (ROOT / "results/skew.md").read_text() == page(record, doc or "")
+
+
+def test_recorded_loads_are_read_by_plans_and_choices_are_small():
+    for path in sorted((ROOT / "recorded").glob("*.json")):
+        assert len(read_expert_load(str(path), 32).share_LE) == 8
+    path = ROOT / "recorded/unbalanced.npz"
+    assert path.stat().st_size < 300_000
+    with np.load(path, allow_pickle=False) as file:
+        assert file["expert_TLK"].shape == (file["tokens_N"].sum(), 8, 4)
+        assert file["expert_TLK"].max() < file["num_experts"] == 32
