@@ -1,7 +1,7 @@
 """How unevenly do tokens fall on experts, and would copies of hot experts pay in training?
 
 Small models are trained on the source of Python's library, as bytes, on one CPU device: with a
-balance loss, with a selection bias, with a bias and a loss of each sequence, and with neither.
+balance loss, with a selection bias, with a bias and a loss of each sequence, and with none.
 At some steps the experts of every token of held-out text are recorded; at the last step also those
 of other texts: a model that reads what it was not trained on. All else is counted from these
 choices. No load is invented. Times play no part. Writes skew.json and skew.md, and to
@@ -27,8 +27,17 @@ from benchmarks.machine import RESULTS, ROOT, stamp
 from benchmarks.skew.loads import loads_of
 from benchmarks.skew.measure import even_choices, in_order, measure, uneven
 from benchmarks.skew.page import page
-from benchmarks.skew.record import Recorded, Setup, all_texts, train, ways
+from benchmarks.skew.record import (
+    BIAS_RATE,
+    SEQUENCE_LOSS,
+    Recorded,
+    Setup,
+    all_texts,
+    train,
+    ways,
+)
 from benchmarks.skew.texts import OTHER, OWN
+from moejax.config.schema import RouterConfig
 from moejax.serve.samples import write_routing
 from moejax.train.planning import save_expert_load
 
@@ -60,6 +69,11 @@ def run(setup: Setup, recorded: Path) -> dict[str, Any]:
     """Trains and measures every way, and returns the result."""
     texts, found = all_texts(setup), {}
     result: dict[str, Any] = {"setup": dataclasses.asdict(setup), "ways": {}}
+    result["coefficients"] = {
+        "balance loss": RouterConfig().balance_loss,
+        "bias": BIAS_RATE,
+        "sequence loss": SEQUENCE_LOSS,
+    }
     result["even"] = uneven(even_choices(setup), setup.experts)
     for way, router in ways(setup.layers).items():
         began = time.perf_counter()
@@ -78,8 +92,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--recorded", type=Path, default=RECORDED, help="folder of loads")
     parser.add_argument("--small", action="store_true", help="a few steps, to try it out")
+    parser.add_argument("--steps", type=int, help="a multiple of 6, for longer runs")
     args = parser.parse_args()
-    result = run(SMALL if args.small else Setup(), args.recorded)
+    setup = SMALL if args.small else Setup()
+    if args.steps is not None:
+        recorded = tuple(args.steps * sixths // 6 for sixths in (1, 2, 4, 6))
+        setup = dataclasses.replace(setup, steps=args.steps, recorded=recorded)
+    result = run(setup, args.recorded)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "skew.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / "skew.md").write_text(page(result, __doc__ or ""))

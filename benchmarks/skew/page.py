@@ -163,6 +163,12 @@ def follows(result: dict[str, Any]) -> list[str]:
             f"experts are drawn evenly. That is {'under' if of_balanced < BAR else 'over'} the bar "
             f"of {BAR} with a way to balance."
         )
+    for way, one in result["ways"].items():
+        steps = [f"{by['4k']['8']['median']:.2f}" for by in one["steps"].values()]
+        lines.append(
+            f"- The busiest of 8 devices at steps {', '.join(one['steps'])} ({way}, 4k tokens): "
+            f"{', '.join(steps)}."
+        )
     for way in ("none", "balance loss"):
         lines.append(
             f"- Of 8 devices, with the table of the micro-batches before ({way}): "
@@ -232,11 +238,15 @@ def models(result: dict[str, Any], setup: dict[str, Any]) -> list[str]:
     rows = [
         [way, *(f"{one['bits'][key]:.2f}" for key in keys)] for way, one in result["ways"].items()
     ]
-    tokens = setup["batch"] * setup["length"]
+    tokens, given = setup["batch"] * setup["length"], result["coefficients"]
     text = (
         f"{setup['layers']} layers of width {setup['width']}, {setup['experts']} experts of "
         f"hidden width {setup['hidden']}, {setup['choices']} a token, in {setup['steps']} steps of "
-        f"{tokens:,} tokens, one seed. Weights are those of the run in memory: nothing was "
-        "exported or imported. Bits per byte on the recorded rows:"
+        f"{tokens:,} tokens, one seed. The balance loss has moejax's default coefficient, "
+        f"{given['balance loss']:g} as a mean over layers. The selection bias moves "
+        f"{given['bias']:g} a step; the loss of a sequence is {given['sequence loss']:g} a layer, "
+        "as DeepSeek-V3's. Scores are sigmoids where there is a bias, else a softmax. Weights are "
+        "those of the run in memory: nothing was exported or imported. Bits per byte on the "
+        "recorded rows:"
     )
     return [text, "", *table(["balanced by", *names], rows)]
