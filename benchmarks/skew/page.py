@@ -116,19 +116,24 @@ def worst(result: dict[str, Any], ways: tuple[str, ...], size: str) -> tuple[flo
     found = [
         (by["worst"], f"{way}, {devices} devices")
         for way in ways
+        if way in result["ways"]
         for devices, by in result["ways"][way]["texts"]["own"][size].items()
         if devices != "expert"
     ]
     return max(found)
 
 
-def copied(result: dict[str, Any], way: str, kind: str, devices: str) -> str:
-    """One line of what placement gives, medians of layers."""
-    by = result["ways"][way]["placed"][kind][devices]
-    one = {name: found["before"]["median"] for name, found in by.items()}
+def copied(result: dict[str, Any], way: str) -> str:
+    """What placement gives on eight devices by table, medians of layers."""
+    by = result["ways"][way]["placed"]["own"]["8"]
+    texts = []
+    for name in ("rearranged", "1", "3"):
+        found = [f"{one['median']:.2f}" for one in by[name].values()]
+        texts.append(f"{SLOTS[name]} {found[0]}, {found[1]} and {found[2]}")
     return (
-        f"{one['in order']:.2f} in order, {one['rearranged']:.2f} rearranged, {one['1']:.2f}, "
-        f"{one['2']:.2f} and {one['3']:.2f} with one, two and three slots"
+        f"- The busiest of 8 devices, experts in order ({way}): "
+        f"{by['in order']['same']['median']:.2f}. With the table of the same micro-batch, of the "
+        f"four before it, and of the recorded step before: {'; '.join(texts)}."
     )
 
 
@@ -169,18 +174,17 @@ def follows(result: dict[str, Any]) -> list[str]:
             f"- The busiest of 8 devices at steps {', '.join(one['steps'])} ({way}, 4k tokens): "
             f"{', '.join(steps)}."
         )
-    for way in ("none", "balance loss"):
-        lines.append(
-            f"- Of 8 devices, with the table of the micro-batches before ({way}): "
-            f"{copied(result, way, 'own', '8')}."
-        )
-    return [*lines, f"- {lina(result)}"]
+    lines += [copied(result, way) for way in result["ways"]]
+    lines.append(f"- {lina(result)}")
+    return [*lines, LIMITS]
 
 
 TEXTS = {
     sizes: (
         "By size of a micro-batch",
-        "The last step, held-out text of the kind of training, rows drawn as training draws them. "
+        "The busiest expert and the busiest device over the mean, experts placed in order: median of "
+        "the layers / the worst layer, each a median over micro-batches. The last step, held-out "
+        "text of the kind of training, rows drawn as training draws them. "
         "Even draws: experts of each token drawn evenly, which is what chance alone makes.",
     ),
     over_steps: ("Over training", "The busiest of 8 devices, micro-batches of 4k tokens."),
@@ -212,6 +216,10 @@ PLACED = (
     "before the last, on the kind of text of training."
 )
 SIZES = ("1k", "4k", "16k")
+LIMITS = (
+    "- Not shown: how even large models are after long training. These are small, have seen little "
+    "text, and read bytes; a balance loss or a bias was still at work when they ended."
+)
 
 
 def page(result: dict[str, Any], doc: str) -> str:
