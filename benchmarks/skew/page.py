@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+WORTH = 0.05  # of the busiest device over the mean: less is called nothing
 BAR = 1.1  # under it copies of hot experts are not worth building, as was said before
 WAYS_BALANCED = ("balance loss", "selection bias", "bias and sequence loss")
 SLOTS = {"in order": "in order", "rearranged": "rearranged"} | {
@@ -137,6 +138,20 @@ def copied(result: dict[str, Any], way: str) -> str:
     )
 
 
+def by_age(result: dict[str, Any], way: str) -> str:
+    """What slots are worth by the age of their table, on eight devices."""
+    by = result["ways"][way]["placed"]["own"]["8"]
+    plain = by["in order"]["same"]["median"]
+    texts = []
+    for table_name, words in (("before", "the four before"), ("older", "the recorded step before")):
+        slots = min(by[str(n)][table_name]["median"] for n in (1, 2, 3))
+        moved = by["rearranged"][table_name]["median"]
+        worth = "do not pay" if slots > plain - WORTH else "help"
+        than = "no more than" if slots > moved - WORTH else "more than"
+        texts.append(f"with the table of {words} copies {worth} and bring {than} rearranging")
+    return f"- {way[0].upper()}{way[1:]}, 8 devices: {'; '.join(texts)}."
+
+
 def lina(result: dict[str, Any]) -> str:
     """Whether longer paths tell more, as Lina found."""
     told = {
@@ -174,7 +189,8 @@ def follows(result: dict[str, Any]) -> list[str]:
             f"- The busiest of 8 devices at steps {', '.join(one['steps'])} ({way}, 4k tokens): "
             f"{', '.join(steps)}."
         )
-    lines += [copied(result, way) for way in result["ways"]]
+    for way in result["ways"]:
+        lines += [copied(result, way), by_age(result, way)]
     lines.append(f"- {lina(result)}")
     return [*lines, LIMITS]
 
@@ -182,9 +198,9 @@ def follows(result: dict[str, Any]) -> list[str]:
 TEXTS = {
     sizes: (
         "By size of a micro-batch",
-        "The busiest expert and the busiest device over the mean, experts placed in order: median of "
-        "the layers / the worst layer, each a median over micro-batches. The last step, held-out "
-        "text of the kind of training, rows drawn as training draws them. "
+        "The busiest expert and the busiest device over the mean, experts placed in order: median "
+        "of the layers / the worst layer, each a median over micro-batches. The last step, "
+        "held-out text of the kind of training, rows drawn as training draws them. "
         "Even draws: experts of each token drawn evenly, which is what chance alone makes.",
     ),
     over_steps: ("Over training", "The busiest of 8 devices, micro-batches of 4k tokens."),
@@ -218,7 +234,7 @@ PLACED = (
 SIZES = ("1k", "4k", "16k")
 LIMITS = (
     "- Not shown: how even large models are after long training. These are small, have seen little "
-    "text, and read bytes; a balance loss or a bias was still at work when they ended."
+    "text, and read bytes; the tables by step say whether loads still changed when they ended."
 )
 
 
@@ -257,4 +273,6 @@ def models(result: dict[str, Any], setup: dict[str, Any]) -> list[str]:
         "those of the run in memory: nothing was exported or imported. Bits per byte on the "
         "recorded rows:"
     )
+    if absent := [way for way in WAYS_BALANCED if way not in result["ways"]]:
+        text = f"This record was made without: {', '.join(absent)} (`--ways`). {text}"
     return [text, "", *table(["balanced by", *names], rows)]
