@@ -75,14 +75,18 @@ def busiest(load_E: np.ndarray, share_EP: np.ndarray) -> float:
     return float(rows_P.max() / rows_P.mean())
 
 
-def placed(load_E: np.ndarray, name: str, devices: int) -> np.ndarray:
+def placed(
+    load_E: np.ndarray, name: str, devices: int, now_E: np.ndarray | None = None
+) -> np.ndarray:
     """Returns the shares [E, P] that a load calls for.
 
     Args:
       name: `in order`, `rearranged`, or a number of slots a device.
+      now_E: the load by which rows are split over copies; None: that by which they were chosen.
     """
     if name == "in order":
         return np.eye(devices)[homes_in_order(len(load_E), devices)]
     if name == "rearranged":
         return np.eye(devices)[homes_rearranged(load_E, devices)]
-    return split(load_E, ring(load_E, devices, int(name)), devices)
+    holders = ring(load_E, devices, int(name))
+    return split(load_E if now_E is None else now_E, holders, devices)

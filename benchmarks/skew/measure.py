@@ -28,9 +28,9 @@ APART = (1, 4, 16)
 LENGTHS = (1, 3, 6)
 LEAST = (1, 8)
 WINDOW = 4  # micro-batches whose loads make the table of those behind them
-PLACED = 16  # micro-batches that are placed
+PLACED = 8  # micro-batches that are placed
 NAMES = ("in order", "rearranged", "1", "2", "3")  # numbers: slots a device
-TABLES = ("same", "before", "older")
+TABLES = ("same", "before", "older", "before, split now", "older, split now")
 
 
 def drawn(choice_BTLK: np.ndarray) -> np.ndarray:
@@ -115,7 +115,8 @@ def placements(choice_NLK: np.ndarray, older_LE: np.ndarray, devices: int) -> di
     """Returns the busiest device over the mean as experts are placed, by table.
 
     A table says where experts lie, and how a copied expert's rows are split: made from the loads of
-    the micro-batch itself, of those before it, or of a training step long before.
+    the micro-batch itself, of those before it, or of a training step long before. "Split now":
+    copies are those of an old table, and rows are split by what the micro-batch has.
 
     Args:
       older_LE: the loads of that step.
@@ -124,20 +125,30 @@ def placements(choice_NLK: np.ndarray, older_LE: np.ndarray, devices: int) -> di
     turns = range(WINDOW, min(len(load_MLE), WINDOW + PLACED))
     found: dict[str, Any] = {}
     for name in NAMES:
-        fixed = [placed(load_E, name, devices) for load_E in older_LE]
         by_table: dict[str, list[list[float]]] = {table: [] for table in TABLES}
         for m in turns:
-            before_LE = load_MLE[m - WINDOW : m].sum(axis=0)
-            for table, tables in (("same", load_MLE[m]), ("before", before_LE)):
-                shares = [placed(load_E, name, devices) for load_E in tables]
-                by_table[table].append(_each(load_MLE[m], shares))
-            by_table["older"].append(_each(load_MLE[m], fixed))
-        found[name] = {table: summary(np.array(rows)) for table, rows in by_table.items()}
+            now_LE, before_LE = load_MLE[m], load_MLE[m - WINDOW : m].sum(axis=0)
+            for table, table_LE in zip(TABLES[:3], (now_LE, before_LE, older_LE), strict=True):
+                by_table[table].append(_each(now_LE, table_LE, name, devices))
+            for table, table_LE in zip(TABLES[3:], (before_LE, older_LE), strict=True):
+                by_table[table].append(_each(now_LE, table_LE, name, devices, split_now=True))
+        found[name] = {table: _layers(np.array(rows)) for table, rows in by_table.items()}
     return found
 
 
-def _each(load_LE: np.ndarray, shares: list[np.ndarray]) -> list[float]:
-    return [busiest(load_E, share) for load_E, share in zip(load_LE, shares, strict=True)]
+def _layers(found_ML: np.ndarray) -> dict[str, float]:
+    found = summary(found_ML)
+    return {"median": found["median"], "worst": found["worst"]}
+
+
+def _each(
+    now_LE: np.ndarray, table_LE: np.ndarray, name: str, devices: int, *, split_now: bool = False
+) -> list[float]:
+    """Returns the busiest device over the mean of each layer."""
+    return [
+        busiest(now_E, placed(table_E, name, devices, now_E if split_now else None))
+        for now_E, table_E in zip(now_LE, table_LE, strict=True)
+    ]
 
 
 def measure(recorded: Recorded, texts: dict[str, np.ndarray], setup: Setup) -> dict[str, Any]:

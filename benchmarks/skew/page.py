@@ -106,7 +106,7 @@ def placements(result: dict[str, Any], kind: str) -> list[str]:
         for devices, by in one["placed"][kind].items():
             cells = [pair(by["in order"]["same"])]
             for name in list(SLOTS)[1:]:
-                of_tables = by[name].values()
+                of_tables = list(by[name].values())[: 3 if name == "rearranged" else None]
                 cells.append(", ".join(f"{found['median']:.2f}" for found in of_tables))
             rows.append([way, devices, *cells])
     return table(["balanced by", "devices", *SLOTS.values()], rows, 2)
@@ -129,8 +129,12 @@ def copied(result: dict[str, Any], way: str) -> str:
     by = result["ways"][way]["placed"]["own"]["8"]
     texts = []
     for name in ("rearranged", "1", "3"):
-        found = [f"{one['median']:.2f}" for one in by[name].values()]
-        texts.append(f"{SLOTS[name]} {found[0]}, {found[1]} and {found[2]}")
+        found = {table: f"{one['median']:.2f}" for table, one in by[name].items()}
+        text = f"{SLOTS[name]} {found['same']}, {found['before']} and {found['older']}"
+        if name != "rearranged":
+            split = [found[f"{table}, split now"] for table in ("before", "older")]
+            text += f" ({' and '.join(split)} where old copies are split by its own counts)"
+        texts.append(text)
     return (
         f"- The busiest of 8 devices, experts in order ({way}): "
         f"{by['in order']['same']['median']:.2f}. With the table of the same micro-batch, of the "
@@ -149,6 +153,11 @@ def by_age(result: dict[str, Any], way: str) -> str:
         worth = "do not pay" if slots > plain - WORTH else "help"
         than = "no more than" if slots > moved - WORTH else "more than"
         texts.append(f"with the table of {words} copies {worth} and bring {than} rearranging")
+    now = max(by[str(n)]["older, split now"]["median"] for n in (1, 2, 3))
+    texts.append(
+        f"with those old copies, and rows split by the counts of the micro-batch itself, at most "
+        f"{now:.2f} is left of {plain:.2f}"
+    )
     return f"- {way[0].upper()}{way[1:]}, 8 devices: {'; '.join(texts)}."
 
 
@@ -225,11 +234,12 @@ TEXTS = {
     ),
 }
 PLACED = (
-    "The busiest device over the mean, by formula: micro-batches of 4k tokens, medians over "
-    "layers. Slots: a device holds so many copies, slot j of device p of an expert of device "
+    "The busiest device over the mean, by formula: eight micro-batches of 4k tokens (four of other "
+    "texts), medians over layers. Slots: a device holds so many copies, slot j of device p of an expert of device "
     "p + j + 1, the hottest by load over holders; a linear program splits its rows. Three tables "
     "each: made from the micro-batch itself, from the four before it, and from the recorded step "
-    "before the last, on the kind of text of training."
+    "before the last, on the kind of text of training. Slots have two more: copies by the four "
+    "before and by the step before, rows split by the counts of the micro-batch itself."
 )
 SIZES = ("1k", "4k", "16k")
 LIMITS = (
