@@ -234,12 +234,13 @@ TEXTS = {
     ),
 }
 PLACED = (
-    "The busiest device over the mean, by formula: eight micro-batches of 4k tokens (four of other "
-    "texts), medians over layers. Slots: a device holds so many copies, slot j of device "
-    "p of an expert of device p + j + 1, the hottest by load over holders; a linear program splits its rows. Three tables "
-    "each: made from the micro-batch itself, from the four before it, and from the recorded step "
-    "before the last, on the kind of text of training. Slots have two more: copies by the four "
-    "before and by the step before, rows split by the counts of the micro-batch itself."
+    "The busiest device over the mean, by formula: eight micro-batches of 4k tokens (four of "
+    "other texts), medians over layers. Slots: a device holds so many copies, slot j of device p "
+    "of an expert of device p + j + 1, the hottest by load over holders; a linear program splits "
+    "its rows. Three tables each: made from the micro-batch itself, from the four before it, and "
+    "from the recorded step before the last, on the kind of text of training. Slots have two "
+    "more: copies by the four before and by the step before, rows split by the counts of the "
+    "micro-batch itself."
 )
 SIZES = ("1k", "4k", "16k")
 LIMITS = (
