@@ -187,8 +187,7 @@ def _loss_of(
     """
     cfg, num_rows, frozen, ahead = model.cfg, len(rows.token_BT), state.frozen, None
     # Global index of this micro-batch's first row on this device.
-    first_row = wire.index(model.layout.row_axes) * (num_rows * cfg.train.micro_batches)
-    first_row += index * num_rows
+    first_row = (wire.index(model.layout.row_axes) * cfg.train.micro_batches + index) * num_rows
     noise = None
     if cfg.moe.router.jitter:
         position_T = context.positions(cfg.data.sequence_length, model.layout)
@@ -197,8 +196,8 @@ def _loss_of(
         params = attach(params, gathered=gathered)
     else:
         frozen = attach(frozen, gathered=gathered)
-    further = rows.expert_BTLK, state.load_LE
-    transformer = model.merge(params, state.router_bias, frozen, *further)
+    arrays = state.router_bias, frozen, rows.expert_BTLK, state.load_LE
+    transformer = model.merge(params, *arrays)
     if num_targets.ahead is None:
         x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
     else:
