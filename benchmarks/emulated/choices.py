@@ -1,5 +1,7 @@
 """Recorded and constructed choices of experts, for `copies.py` and its worker."""
 
+import json
+
 import numpy as np
 
 from benchmarks.machine import ROOT
@@ -7,9 +9,11 @@ from benchmarks.machine import ROOT
 HOSTS, DEVICES = 2, 4
 B, T, L, E, K = 16, 128, 2, 32, 4
 RECORDED = ROOT / "benchmarks/recorded/unbalanced.npz"
+BALANCED = RECORDED.with_name("balance_loss.json")
 CASES = (
     "recorded, its own text",
     "recorded, other text",
+    "a recorded load, with a balance loss",
     "hot set",
     "hot device",
     "moving hot set",
@@ -25,6 +29,9 @@ def choices(name: str) -> np.ndarray:
         return recorded(other=name.endswith("other text"))
     draw = np.random.default_rng(0)
     share_SLE = np.full((2, L, E), 1 / E)
+    if name.startswith("a recorded load"):
+        load_LE = np.array(json.loads(BALANCED.read_text())["load"])
+        share_SLE[:] = load_LE[uneven_layers(load_LE)] / load_LE[0].sum()
     hot = np.arange(0, E, E // 4)  # experts of four devices
     if name == "hot set":
         share_SLE[..., hot] *= 6
@@ -55,11 +62,15 @@ def recorded(*, other: bool) -> np.ndarray:
     own_TLK = expert_TLK[half:] if other else expert_TLK[:half]
     own_TLK = own_TLK[(own_TLK >= 0).all(axis=(1, 2))][: 2 * B * T]
     assert len(own_TLK) == 2 * B * T, "the file has too few tokens"
-    loads = [
-        np.bincount(own_TLK[:, layer].ravel(), minlength=E) for layer in range(own_TLK.shape[1])
-    ]
-    order = np.argsort([load.reshape(HOSTS * DEVICES, -1).sum(1).max() for load in loads])
-    return own_TLK[:, [order[-1], order[len(order) // 2]]].reshape(2, B, T, L, K)
+    counts = [np.bincount(own_LK.ravel(), minlength=E) for own_LK in own_TLK.swapaxes(0, 1)]
+    return own_TLK[:, uneven_layers(np.stack(counts))].reshape(2, B, T, L, K)
+
+
+def uneven_layers(load_LE: np.ndarray) -> list[int]:
+    """The layer whose busiest device has most, and the one in the middle."""
+    busiest_L = load_LE.reshape(len(load_LE), HOSTS * DEVICES, -1).sum(2).max(1)
+    order = np.argsort(busiest_L / load_LE.sum(1))
+    return [int(order[-1]), int(order[len(order) // 2])]
 
 
 def loads(name: str) -> np.ndarray:

@@ -183,9 +183,7 @@ def spread(
       expert_NK: choices; `moe.num_experts`: dropped.
     """
     places = moe.num_experts + layout.size(layout.expert_owner_axes) * moe.slots
-    nodes = layout.between_nodes(layout.expert_owner_axes)
-    where = {"nodes": layout.size(nodes), "node": wire.index(nodes) if nodes else 0}
-    placement = placement_of(copies, rings(layout, moe.slots), moe.num_experts, **where)
+    placement = placement_of(copies, rings(layout, moe.slots), moe.num_experts)
     place_NK = place_of(expert_NK, placement, places=places)
     return place_NK, dataclasses.replace(moe, num_experts=places)
 
@@ -197,40 +195,19 @@ class Placement(NamedTuple):
     upto_EC: Any  # of SHARES tokens those from the previous number up to this one go there
 
 
-def placement_of(
-    copies: Copies, rings_r: list[np.ndarray], num_experts: int, *, nodes: int = 1, node: Any = 0
-) -> Placement:
-    """Returns where a device's choices go by a plan: to copies by quota, the rest home.
-
-    Tokens of a node go to a copy on that node before those of other nodes do, so that fewer cross.
-    Over equally many tokens of all nodes the quotas are those of the plan.
-
-    Args:
-      nodes: S, nodes over which the devices P lie, and `node` that of this device.
-    """
+def placement_of(copies: Copies, rings_r: list[np.ndarray], num_experts: int) -> Placement:
+    """Returns where choices go by a plan: to copies by quota, in order of slots; the rest home."""
     P, r = copies.quota_Pr.shape
     e = num_experts // P
     owner_E, own_E = np.divmod(np.arange(num_experts), e)
-    next_rP = [np.roll(x, -1, 1).reshape(-1)[np.argsort(x.reshape(-1))] for x in rings_r]
-    holder_rE = np.stack([next_P[owner_E] for next_P in next_rP])
-    is_far_r1 = (holder_rE[:, :1] // (P // nodes)) != owner_E[:1] // (P // nodes)
-    here_rSE = holder_rE[:, None] // (P // nodes) == np.arange(nodes)[:, None]
-    has_copy_rE = (copies.expert_Pr[owner_E] == own_E[:, None]).T
-    quota_rE = jnp.where(has_copy_rE, copies.quota_Pr[owner_E].T, 0)
-    all_rSE, others = quota_rE[:, None] * nodes, max(1, nodes - 1)
-    first_rSE = jnp.minimum(all_rSE, SHARES)
-    far_rSE = jnp.where(here_rSE, first_rSE, (all_rSE - first_rSE) // others)
-    far_rSE = jnp.where(is_far_r1[:, None], far_rSE, 0)
-    rest_SE = jnp.maximum(0, SHARES - jnp.sum(far_rSE, axis=0))
-    near_rSE = all_rSE * rest_SE // jnp.maximum(1, jnp.sum(rest_SE, axis=0))
-    own_rE = jnp.where(is_far_r1, far_rSE[:, node], near_rSE[:, node])
-    order = np.argsort(~is_far_r1[:, 0], kind="stable")
-    upto_rE = jnp.minimum(SHARES, jnp.cumsum(own_rE[order], axis=0))
-    place_rE = holder_rE * (e + r) + e + np.arange(r)[:, None]
-    home_1E = (owner_E * (e + r) + own_E)[None]
-    place_EC = np.concatenate([place_rE[order], home_1E]).T.astype(np.int32)
-    end_1E = jnp.full((1, num_experts), SHARES)
-    return Placement(place_EC, jnp.concatenate([upto_rE, end_1E]).T)
+    places, upto = [], [jnp.zeros((num_experts,), jnp.int32)]
+    for j, ring_RM in enumerate(rings_r):
+        next_P = np.roll(ring_RM, -1, axis=1).reshape(-1)[np.argsort(ring_RM.reshape(-1))]
+        has_copy_E = copies.expert_Pr[owner_E, j] == own_E
+        upto.append(upto[-1] + jnp.where(has_copy_E, copies.quota_Pr[owner_E, j], 0))
+        places.append(next_P[owner_E] * (e + r) + e + j)
+    place_EC = np.stack([*places, owner_E * (e + r) + own_E], axis=1).astype(np.int32)
+    return Placement(place_EC, jnp.stack([*upto[1:], jnp.full_like(upto[0], SHARES)], axis=1))
 
 
 def place_of(

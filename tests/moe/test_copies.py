@@ -135,29 +135,6 @@ def test_choices_go_to_places_that_hold_their_expert_in_shares_of_the_plan(data)
         assert at_home == max(0, SHARES - copied)
 
 
-@given(st.data())
-@hypothesis.settings(max_examples=40, deadline=None)
-def test_copies_across_nodes_take_their_own_nodes_tokens_first(data):
-    """Two nodes of two devices, two experts a device; slot 0 inside a node, slot 1 across."""
-    rings_r = rings(line(4, nodes=2), 2)
-    quotas = [data.draw(st.integers(0, SHARES // 2)) for _ in range(8)]
-    plan = Copies(np.zeros((4, 2), int), np.array(quotas).reshape(4, 2))
-    for owner in range(4):
-        inside, across = quotas[2 * owner : 2 * owner + 2]
-        found = np.zeros((2, 3), int)  # tokens of each node: at home, inside, across
-        for node in range(2):
-            placement = placement_of(plan, rings_r, 8, nodes=2, node=node)
-            expert_NK = jnp.full((SHARES, 1), owner * 2)
-            place_NK = np.asarray(place_of(expert_NK, placement, places=16))
-            there = [owner * 4, (owner ^ 1) * 4 + 2, (owner ^ 2) * 4 + 3]
-            found[node] = [np.sum(place_NK == place) for place in there]
-        other = 1 - owner // 2
-        assert found.sum() == 2 * SHARES, "an expert has no other places"
-        assert found[other, 2] == min(SHARES, 2 * across), "tokens beside the copy come first"
-        np.testing.assert_allclose(found.sum(0)[2], 2 * across, atol=1)
-        np.testing.assert_allclose(found.sum(0)[1], 2 * inside, atol=2)
-
-
 HOT = ((0, 3.0), (3, 1.0))  # selection biases: expert 0 is in almost all choices
 MESHES = {
     "expert": {"expert": 4},

@@ -206,7 +206,7 @@ def test_an_error_ends_the_run_which_goes_on_from_its_checkpoint(sampled, tmp_pa
     [
         ("mesh.simulated_devices=4", "`mesh.simulated_devices` has no effect"),
         ("model.width=64", "`model.width` has no effect"),
-        ("mesh.expert=3", "4 experts on an expert axis of 3"),
+        ("mesh.expert=3", "2 experts on an expert axis of 3"),
     ],
 )
 def test_settings_that_weights_in_memory_cannot_have_are_refused(sampled, override, message):
@@ -219,7 +219,10 @@ def test_a_step_of_a_run_in_memory_is_refused(sampled):
         moejax.Engine(sampled[0], step=2)
 
 
-@pytest.mark.parametrize("overrides", [["mesh.expert=4"], ["mesh.expert=2", "mesh.tensor=4"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [["mesh.fsdp=4", "mesh.tensor=2"], ["mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2"]],
+)
 def test_weights_in_memory_move_to_a_mesh_that_is_named(sampled, overrides):
     """A run on 2 copies of 2 x 2 devices, expert and tensor."""
     run, token_T = sampled[0], [7, 8, 9, 10]
