@@ -162,11 +162,35 @@ def spread(
     rings_r, axes = rings(layout, moe.slots), layout.expert + layout.tensor
     load_E = wire.all_reduce(count_load(expert_NK, moe.num_experts), axes, tag=None)
     copies = Copies(*(checkpoint_name(x, PLACES) for x in plan_copies(scaled(load_E), rings_r)))
-    places = moe.num_experts + layout.size(layout.expert_owner_axes) * moe.slots
+    places = num_places(moe, layout)
     placement = placement_of(copies, rings_r, moe.num_experts)
     place_NK = place_of(expert_NK, placement, places=places)
     held = add_copies(weights, copies, rings_r, layout.expert_owner_axes)
     return place_NK, held, dataclasses.replace(moe, num_experts=places)
+
+
+def num_places(moe: MoEConfig, layout: Layout) -> int:
+    """Returns the number of places of all devices."""
+    return moe.num_experts + layout.size(layout.expert_owner_axes) * moe.slots
+
+
+def by_table(
+    expert_NK: Int[Array, "N K"], table_2EC: Int[Array, "2 E C"], moe: MoEConfig, layout: Layout
+) -> tuple[Int[Array, "N K"], MoEConfig]:
+    """Returns the places of choices by any table, and the config that counts places. Per device.
+
+    Tokens of a device take shares beside each other, those of the first device the first ones. So
+    tokens of neighbours go to one place of an expert, which is near if places stand in mesh order.
+
+    Args:
+      expert_NK: choices; `moe.num_experts`: dropped.
+      table_2EC: a `Placement`.
+    """
+    places, devices = num_places(moe, layout), layout.size(layout.expert)
+    share_N = wire.index(layout.expert) * SHARES + jnp.arange(len(expert_NK)) * STRIDE % SHARES
+    placement = Placement(*table_2EC)
+    place_NK = place_of(expert_NK, placement, places=places, share_N=share_N // devices)
+    return place_NK, dataclasses.replace(moe, num_experts=places)
 
 
 class Placement(NamedTuple):
@@ -192,11 +216,20 @@ def placement_of(copies: Copies, rings_r: list[np.ndarray], num_experts: int) ->
 
 
 def place_of(
-    expert_NK: Int[Array, "N K"], placement: Placement, *, places: int
+    expert_NK: Int[Array, "N K"],
+    placement: Placement,
+    *,
+    places: int,
+    share_N: Int[Array, " N"] | None = None,
 ) -> Int[Array, "N K"]:
-    """Returns the place of each choice, by its token's number; `places` for dropped choices."""
+    """Returns the place of each choice; `places` for dropped choices.
+
+    Args:
+      share_N: share of each token, below SHARES; None: by its number.
+    """
     place_EC, upto_EC = map(jnp.asarray, placement)
-    share_N11 = (jnp.arange(len(expert_NK)) * STRIDE % SHARES)[:, None, None]
+    share_N = jnp.arange(len(expert_NK)) * STRIDE % SHARES if share_N is None else share_N
+    share_N11 = share_N[:, None, None]
     is_dropped_NK = expert_NK >= len(place_EC)
     expert_NK = jnp.where(is_dropped_NK, 0, expert_NK)
     number_NK1 = jnp.sum(share_N11 >= upto_EC[expert_NK, :-1], axis=2, keepdims=True)

@@ -53,13 +53,20 @@ from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
-from moejax.moe.copies import spread
+from moejax.moe.copies import by_table, num_places, spread
 from moejax.moe.dispatch import Overflow, drop_above, moe_ffn
 from moejax.moe.sizes import expert_capacity
 
 
 class RouterBias(nnx.Variable):
     """Selection bias of loss-free balancing: state that no gradient reaches."""
+
+
+class Table(RouterBias):
+    """A `moe.copies.Placement` [2, E, C]: places of each expert, on at most C devices.
+
+    Without gradient too. It is there where `StepSpec.tables` says so.
+    """
 
 
 class MoEStats(NamedTuple):
@@ -97,14 +104,18 @@ class MoE(nnx.Module):
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
         self.moe, self.spec, self.clamp = moe, spec, cfg.clamp
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
-        self.w_in = nnx.Param(normal(rngs.params(), (E, D, 2, F), jnp.float32), dims="EDUF")
-        self.w_out = nnx.Param(out(rngs.params(), (E, F, D), jnp.float32), dims="EFD")
+        M = num_places(moe, spec.layout) if spec.tables else E
+        self.w_in = nnx.Param(normal(rngs.params(), (M, D, 2, F), jnp.float32), dims="EDUF")
+        self.w_out = nnx.Param(out(rngs.params(), (M, F, D), jnp.float32), dims="EFD")
         self.bias = RouterBias(jnp.zeros((E,), jnp.float32), dims="E")
+        if spec.tables:
+            C = spec.layout.size(spec.layout.expert_owner_axes)
+            self.table = Table(jnp.zeros((2, E, C), jnp.int32), dims="WEC")
         if moe.router_bias:
             self.b_router = nnx.Param(jnp.zeros((E,), jnp.float32), dims="E")
         if moe.expert_bias:
-            self.b_in = nnx.Param(jnp.zeros((E, 2, F), jnp.float32), dims="EUF")
-            self.b_out = nnx.Param(jnp.zeros((E, D), jnp.float32), dims="ED")
+            self.b_in = nnx.Param(jnp.zeros((M, 2, F), jnp.float32), dims="EUF")
+            self.b_out = nnx.Param(jnp.zeros((M, D), jnp.float32), dims="ED")
 
     def weights(self) -> MoEWeights:
         """The weights as this device computes with them."""
@@ -148,7 +159,11 @@ class MoE(nnx.Module):
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
-        place_NK, experts, places = spread(expert_NK, weights.experts, moe, layout)
+        experts = weights.experts
+        if self.spec.tables:
+            place_NK, places = by_table(expert_NK, self.table[...], moe, layout)
+        else:
+            place_NK, experts, places = spread(expert_NK, experts, moe, layout)
         settings = places, self.spec
         y_ND, overflow = moe_ffn(
             x_ND, routing.weight_NK, place_NK, experts, *settings, clamp=self.clamp
@@ -166,6 +181,8 @@ class MoE(nnx.Module):
         stats = self._stats(routing, logit_NE, expert_NK, overflow, B)
         if is_token_BT is not None:
             stats = stats._replace(expert_NK=routing.expert_NK)
+            if self.spec.tables:  # of tokens alone
+                stats = stats._replace(load_E=router.count_load(expert_NK, moe.num_experts))
         return (leave_replicated if replicated else join_positions)(y_BtD, layout), stats
 
     def _logits(

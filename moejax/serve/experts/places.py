@@ -1,0 +1,224 @@
+"""The experts that the places of devices hold: counts how busy they are, and moves weights.
+
+A state for generation has the weights of all places in place of those of all experts, and beside
+each router a table (`moe.layer.Table`). Both are arguments of the programs, so nothing recompiles.
+Whatever the table, a token reaches its experts. What its author did not foresee costs time:
+buckets overflow, and the rest goes in rounds.
+
+Letters: L layers with experts, E experts, P devices that own experts, M places (on a device: its
+own).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from moejax.comm import wire
+from moejax.errors import InputError
+from moejax.layout.layout import Axes
+from moejax.model.cached import Loads
+from moejax.runtime.processes import ALONE, Processes
+from moejax.serve.experts.tables import (
+    Cluster,
+    Table,
+    aligned,
+    device_loads,
+    homes,
+    placement,
+    plan_table,
+    sources,
+)
+from moejax.serve.programs import Programs
+from moejax.step.state import TrainState
+
+WORTH = 1.05  # a table moves weights if the busiest device had this much more to do before
+Arrays = list[jax.Array]
+
+
+class Places:
+    """The tables of an engine's layers, and the loads of its calls.
+
+    Attributes:
+      tables: of each layer.
+      load_LE: choices of each expert since the tables were planned.
+      overflowed: choices that went in overflow rounds since then.
+      rounds: number of these rounds, of all layers.
+    """
+
+    def __init__(self, programs: Programs, processes: Processes = ALONE):
+        """Describes the places of programs with slots for experts.
+
+        Raises:
+          InputError: if the model has no experts, or one device owns them all.
+        """
+        self._programs, self._processes = programs, processes
+        step = programs.train_step
+        layout, self._axes = step.layout, step.layout.expert_owner_axes
+        nodes, owners = layout.size(layout.between_nodes(self._axes)), layout.size(self._axes)
+        if not step.cfg.model.has_experts or owners == 1:
+            raise InputError(
+                f"`expert_slots` has no effect. Got {programs.expert_slots}. Copies go to other "
+                "devices that own experts, and there are none. Leave it out, or set mesh.expert."
+            )
+        self.cluster = Cluster(nodes, owners // nodes, programs.expert_slots)
+        self._experts = step.cfg.moe.num_experts
+        dims = jax.tree.leaves((step.model.frozen_dims, step.model.dims))
+        weights = _named((step.abstract.frozen, step.abstract.params))
+        self._leaves: dict[str, list[int]] = {}  # of each layer: numbers of its weights
+        for number, ((name, _), letters) in enumerate(zip(weights, dims, strict=True)):
+            if letters[0] == "E" and len(letters) > 1:
+                layer = name[name.index(".") + 1 : name.index("moe.")]
+                self._leaves.setdefault(layer, []).append(number)
+        self._specs = [leaf.sharding.spec for _, leaf in weights]
+        self._at_home()
+
+    def _at_home(self) -> None:
+        self.tables = [homes(self._experts, self.cluster) for _ in self._leaves]
+        e = self._experts // self.cluster.P
+        own_PM = np.arange(e + self.cluster.slots) % e + e * np.arange(self.cluster.P)[:, None]
+        self._held = [own_PM.reshape(-1) for _ in self._leaves]  # the expert that a place holds
+        self._forget()
+
+    def _forget(self) -> None:
+        self.load_LE = np.zeros((len(self._leaves), self._experts))
+        self.overflowed = self.rounds = 0
+
+    def count(self, loads: Loads) -> None:
+        """Adds the loads of a call."""
+        self.load_LE[: len(loads.load_LE)] += loads.load_LE
+        self.overflowed += int(loads.overflowed_L.sum())
+        self.rounds += int(loads.rounds_L.sum())
+
+    def at_home(self, state: TrainState) -> TrainState:
+        """Returns a state with slots, where nothing goes to them; deletes the experts' weights.
+
+        Wire: nothing. A slot holds an expert of its own device.
+
+        Args:
+          state: weights as `Programs.homes` takes them.
+        """
+        self._at_home()
+        leaves, tree = jax.tree.flatten((state.frozen, state.params))
+        e, slots = self._experts // self.cluster.P, self.cluster.slots
+
+        def widen(arrays: Arrays) -> Arrays:
+            return [x[:, np.arange(e + slots) % e] for x in arrays]
+
+        for numbers in self._leaves.values():
+            specs, own = [self._specs[n] for n in numbers], [leaves[n] for n in numbers]
+            wide = self._call(self._program("widen", widen, (specs,), specs), own)
+            for number, new, old in zip(numbers, jax.block_until_ready(wide), own, strict=True):
+                leaves[number] = new
+                old.delete()
+        frozen, params = jax.tree.unflatten(tree, leaves)
+        return self._with_tables(state._replace(frozen=frozen, params=params))
+
+    def place(self, state: TrainState, load_LE: np.ndarray, plan: str) -> TrainState:
+        """Plans a table for each layer where that pays, and moves weights. Returns the new state.
+
+        Args:
+          load_LE: loads that are expected; only proportions count.
+          plan: of `tables.PLANS`.
+        """
+        tables = []
+        for held, load_E in zip(self.tables, load_LE, strict=False):
+            new = plan_table(plan, load_E, self.cluster)
+            before, after = (device_loads(x, load_E, self.cluster).max() for x in (held, new))
+            tables.append(new if before > WORTH * after else held)
+        return self.apply(state, tables)
+
+    def apply(self, state: TrainState, tables: list[Table]) -> TrainState:
+        """Moves weights to where tables say, layer after layer. Returns the new state.
+
+        Wire: for each place number at which any device's expert changes, one expert's weights to
+        each other device. Memory: one further layer, and one expert for each device.
+
+        Args:
+          tables: of the first layers; the others stay.
+        """
+        leaves, tree = jax.tree.flatten((state.frozen, state.params))
+        for layer, (numbers, new) in enumerate(zip(self._leaves.values(), tables, strict=False)):
+            table = aligned(new, self._held[layer], self.cluster)
+            from_PM = sources(table.expert_M, self._held[layer], self.cluster)
+            from_PM = from_PM.reshape(self.cluster.P, -1)
+            own_PM = np.arange(from_PM.size).reshape(from_PM.shape)
+            slots = np.flatnonzero((from_PM != own_PM).any(0))
+            own = [leaves[n] for n in numbers]
+            moved = self._moved(own, numbers, [(slot, from_PM[:, slot]) for slot in slots])
+            for number, array in zip(numbers, moved, strict=True):
+                leaves[number] = array
+            self.tables[layer], self._held[layer] = table, table.expert_M
+        frozen, params = jax.tree.unflatten(tree, leaves)
+        self._forget()
+        return self._with_tables(state._replace(frozen=frozen, params=params))
+
+    def _moved(
+        self, own: Arrays, numbers: list[int], moves: list[tuple[int, np.ndarray]]
+    ) -> Arrays:
+        """Returns a layer's weights after moves: pairs of a place and its sources, [P]."""
+        axes, specs = self._axes, [self._specs[n] for n in numbers]
+
+        def copy(old: Arrays) -> Arrays:
+            return [jnp.array(x, copy=True) for x in old]
+
+        def move(old: Arrays, new: Arrays, place: jax.Array, from_P: jax.Array) -> Arrays:
+            pairs = zip(old, new, strict=True)
+            return [y.at[:, place].set(_fetch(x, from_P, axes)) for x, y in pairs]
+
+        if not moves:
+            return own
+        everywhere = PartitionSpec()
+        moved = self._call(self._program("copy", copy, (specs,), specs), own)
+        program = self._program(
+            "move", move, (specs, specs, everywhere, everywhere), specs, donate_argnums=1
+        )
+        for place, from_P in moves:
+            arrays = np.int32(place), from_P.astype(np.int32)
+            placed = (self._programs.put(x, everywhere) for x in arrays)
+            # A collective is under way at a time.
+            moved = jax.block_until_ready(self._call(program, own, moved, *placed))
+        return moved
+
+    def _with_tables(self, state: TrainState) -> TrainState:
+        """Puts the tables into a state beside its selection biases."""
+        held = self._programs.train_step.abstract.router_bias
+        known = dict(_named(state.router_bias))
+        new = iter([placement(one, self._experts, self.cluster) for one in self.tables])
+        leaves = [
+            self._placed(next(new)[None], leaf) if name.endswith(".table") else known[name]
+            for name, leaf in _named(held)
+        ]
+        return state._replace(router_bias=jax.tree.unflatten(jax.tree.structure(held), leaves))
+
+    def _placed(self, array: np.ndarray, leaf: Any) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
+
+    def _program(self, name: str, body: Any, in_specs: Any, specs: Any, **options: Any) -> Any:
+        key = (name, *specs)
+        return self._programs.program(key, body, in_specs, specs, **options)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        if self._processes.count > 1:
+            function = self._processes.compile(function, *arguments)
+        return function(*arguments)
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves of a tree with their names, such as 0.groups.1.blocks.0.moe.w_in."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(p, simple=True, separator="."), leaf) for p, leaf in leaves]
+
+
+def _fetch(w_1M: jax.Array, from_P: jax.Array, axes: Axes) -> jax.Array:
+    """Returns weights of the place `from_P[p]` on each device p, [1, ...]. Per device.
+
+    Wire: one expert's weights to each device.
+    """
+    M, here = w_1M.shape[1], wire.index(axes)
+    is_mine_P = from_P // M == here
+    asked_P1 = jnp.moveaxis(w_1M[:, from_P % M], 1, 0)
+    sent_P1 = jnp.where(is_mine_P.reshape(-1, *[1] * (w_1M.ndim - 1)), asked_P1, 0)
+    return wire.all_to_all(sent_P1, axes, tag=None)[from_P[here] // M]
