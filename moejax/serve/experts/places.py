@@ -9,6 +9,7 @@ Letters: L layers with experts, E experts, P devices that own experts, M places 
 own).
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -133,8 +134,8 @@ class Places:
     def apply(self, state: TrainState, tables: list[Table]) -> TrainState:
         """Moves weights to where tables say, layer after layer. Returns the new state.
 
-        Wire: for each place number at which any device's expert changes, one expert's weights to
-        each other device. Memory: one further layer, and one expert for each device.
+        Wire: for each place number at which any device's expert changes, and each distance that
+        one comes from, one expert's weights from each device. Memory: one further layer.
 
         Args:
           tables: of the first layers; the others stay.
@@ -144,10 +145,7 @@ class Places:
             table = aligned(new, self._held[layer], self.cluster)
             from_PM = sources(table.expert_M, self._held[layer], self.cluster)
             from_PM = from_PM.reshape(self.cluster.P, -1)
-            own_PM = np.arange(from_PM.size).reshape(from_PM.shape)
-            slots = np.flatnonzero((from_PM != own_PM).any(0))
-            own = [leaves[n] for n in numbers]
-            moved = self._moved(own, numbers, [(slot, from_PM[:, slot]) for slot in slots])
+            moved = self._moved([leaves[n] for n in numbers], numbers, _moves(from_PM))
             for number, array in zip(numbers, moved, strict=True):
                 leaves[number] = array
             self.tables[layer], self._held[layer] = table, table.expert_M
@@ -156,30 +154,24 @@ class Places:
         return self._with_tables(state._replace(frozen=frozen, params=params))
 
     def _moved(
-        self, own: Arrays, numbers: list[int], moves: list[tuple[int, np.ndarray]]
+        self, own: Arrays, numbers: list[int], moves: list[tuple[int, np.ndarray, int]]
     ) -> Arrays:
-        """Returns a layer's weights after moves: pairs of a place and its sources, [P]."""
-        axes, specs = self._axes, [self._specs[n] for n in numbers]
+        """Returns a layer's weights after moves, as `_moves` names them."""
+        specs = [self._specs[n] for n in numbers]
 
         def copy(old: Arrays) -> Arrays:
             return [jnp.array(x, copy=True) for x in old]
-
-        def move(old: Arrays, new: Arrays, place: jax.Array, from_P: jax.Array) -> Arrays:
-            pairs = zip(old, new, strict=True)
-            return [y.at[:, place].set(_fetch(x, from_P, axes)) for x, y in pairs]
 
         if not moves:
             return own
         everywhere = PartitionSpec()
         moved = self._call(self._program("copy", copy, (specs,), specs), own)
-        program = self._program(
-            "move", move, (specs, specs, everywhere, everywhere), specs, donate_argnums=1
-        )
-        for place, from_P in moves:
-            arrays = np.int32(place), from_P.astype(np.int32)
-            placed = (self._programs.put(x, everywhere) for x in arrays)
+        body, in_specs = partial(_move, axes=self._axes), (specs, specs, (everywhere,) * 3)
+        program = self._program("move", body, in_specs, specs, donate_argnums=1)
+        for move in moves:
+            placed = tuple(self._programs.put(np.asarray(x, np.int32), everywhere) for x in move)
             # A collective is under way at a time.
-            moved = jax.block_until_ready(self._call(program, own, moved, *placed))
+            moved = jax.block_until_ready(self._call(program, own, moved, placed))
         return moved
 
     def _with_tables(self, state: TrainState) -> TrainState:
@@ -212,13 +204,39 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(p, simple=True, separator="."), leaf) for p, leaf in leaves]
 
 
-def _fetch(w_1M: jax.Array, from_P: jax.Array, axes: Axes) -> jax.Array:
-    """Returns weights of the place `from_P[p]` on each device p, [1, ...]. Per device.
+def _moves(from_PM: np.ndarray) -> list[tuple[int, np.ndarray, int]]:
+    """Returns moves: a place, its sources [P], and a distance that some of them are away."""
+    P, M = from_PM.shape
+    device_P, moves = np.arange(P), []
+    for place in range(M):
+        changes_P = from_PM[:, place] != device_P * M + place
+        shift_P = (device_P - from_PM[:, place] // M) % P
+        moves += [(place, from_PM[:, place], int(s)) for s in np.unique(shift_P[changes_P])]
+    return moves
 
-    Wire: one expert's weights to each device.
+
+def _move(
+    old: Arrays, new: Arrays, move: tuple[jax.Array, jax.Array, jax.Array], axes: Axes
+) -> Arrays:
+    """Returns `new` [1, M, ...] after a move; `old` are the weights before all moves. Per device.
+
+    Wire: one expert's weights from each device.
+
+    Args:
+      move: the place that changes; its source on each device, [P], a place of all; and how many
+        devices on weights travel. Devices with a source at another distance keep what they have.
     """
-    M, here = w_1M.shape[1], wire.index(axes)
-    is_mine_P = from_P // M == here
-    asked_P1 = jnp.moveaxis(w_1M[:, from_P % M], 1, 0)
-    sent_P1 = jnp.where(is_mine_P.reshape(-1, *[1] * (w_1M.ndim - 1)), asked_P1, 0)
-    return wire.all_to_all(sent_P1, axes, tag=None)[from_P[here] // M]
+    place, from_P, shift = move
+    P, M, here = wire.size(axes), old[0].shape[1], wire.index(axes)
+    asked = from_P[(here + shift) % P] % M
+
+    def by(step: int, sent: Arrays) -> Arrays:
+        pairs = [(device, (device + step) % P) for device in range(P)]
+        return [wire.ppermute(x, axes, pairs) if step else x for x in sent]
+
+    got = jax.lax.switch(
+        shift, [partial(by, step) for step in range(P)], [x[:, asked] for x in old]
+    )
+    is_for_here = from_P[here] // M == (here - shift) % P
+    pairs = zip(new, got, strict=True)
+    return [x.at[:, place].set(jnp.where(is_for_here, y, x[:, place])) for x, y in pairs]

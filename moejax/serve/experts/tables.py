@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 SHARES = 256  # as `moe.copies.SHARES`
 
@@ -71,7 +72,7 @@ def device_loads(table: Table, load_E: np.ndarray, cluster: Cluster) -> np.ndarr
     return (load_E[table.expert_M] * table.share_M).reshape(cluster.P, -1).sum(1)
 
 
-def plan_table(name: str, load_E: np.ndarray, cluster: Cluster) -> Table:
+def plan_table(name: str, load_E: ArrayLike, cluster: Cluster) -> Table:
     """Returns a table for a load, by the plan of a name in PLANS.
 
     Raises:
@@ -130,7 +131,7 @@ def _best_move(
     for place in np.argsort(-load_PM[source], kind="stable").tolist():
         takes_P = may_P & ~(expert_PM == expert_PM[source, place]).any(1)
         target = int(np.argmin(np.where(takes_P, total_P, np.inf)))
-        load = min(load_PM[source, place], (total_P[source] - total_P[target]) / 2)
+        load = float(min(load_PM[source, place], (total_P[source] - total_P[target]) / 2))
         if takes_P[target] and load * SHARES >= total_P[source] > 0:
             return place, target, load
     return None
@@ -139,7 +140,7 @@ def _best_move(
 def _first_fit(load_E: np.ndarray, cluster: Cluster) -> Table:
     """Experts by popularity; each takes whole devices, then the first with room for its rest."""
     packed, wanted_E = _Packed(len(load_E), cluster), cluster.P * load_E / load_E.sum()
-    for expert in np.argsort(-wanted_E, kind="stable"):
+    for expert in np.argsort(-wanted_E, kind="stable").tolist():
         left = float(wanted_E[expert])
         while left >= 1 and (packed.load_P == 0).any():
             device = int(np.argmin(packed.load_P))
@@ -168,7 +169,7 @@ def _eplb(load_E: np.ndarray, cluster: Cluster) -> Table:
         per_device = len(copies) // cluster.devices
         for device, own in enumerate(_balanced(each, cluster.devices, per_device)):
             for i in own:
-                packed.put(copies[i], node * cluster.devices + device, each[i])
+                packed.put(copies[i], node * cluster.devices + device, float(each[i]))
     return packed.table()
 
 
@@ -258,7 +259,7 @@ def sources(new_M: np.ndarray, old_M: np.ndarray, cluster: Cluster) -> np.ndarra
     """Returns the place from which each place gets its expert: itself, or the nearest holder."""
     per_device = len(old_M) // cluster.P
     found_M = np.arange(len(old_M))
-    for place in np.flatnonzero(new_M != old_M):
+    for place in np.flatnonzero(new_M != old_M).tolist():
         device = place // per_device
         holders = np.flatnonzero(old_M == new_M[place])
         device_C = holders // per_device
