@@ -179,17 +179,16 @@ def by_table(
 ) -> tuple[Int[Array, "N K"], MoEConfig]:
     """Returns the places of choices by any table, and the config that counts places. Per device.
 
-    Tokens of a device take shares beside each other, those of the first device the first ones. So
-    tokens of neighbours go to one place of an expert, which is near if places stand in mesh order.
+    Devices begin with other shares, so that a token on each, as in decoding, goes to every place.
 
     Args:
       expert_NK: choices; `moe.num_experts`: dropped.
       table_2EC: a `Placement`.
     """
-    places, devices = num_places(moe, layout), layout.size(layout.expert)
-    share_N = wire.index(layout.expert) * SHARES + jnp.arange(len(expert_NK)) * STRIDE % SHARES
-    placement = Placement(*table_2EC)
-    place_NK = place_of(expert_NK, placement, places=places, share_N=share_N // devices)
+    places, first = num_places(moe, layout), SHARES // layout.size(layout.expert)
+    share_N = wire.index(layout.expert) * first + jnp.arange(len(expert_NK)) * STRIDE
+    options = {"places": places, "share_N": share_N % SHARES}
+    place_NK = place_of(expert_NK, Placement(*table_2EC), **options)
     return place_NK, dataclasses.replace(moe, num_experts=places)
 
 

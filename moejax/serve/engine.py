@@ -235,7 +235,7 @@ class Engine:
         """Whether there are weights: not after `release`."""
         return self._state is not None
 
-    def place_experts(self, load_LE: ArrayLike | None = None, plan: str = "by_node") -> None:
+    def place_experts(self, load_LE: ArrayLike | None = None, plan: str = "best") -> None:
         """Moves hot experts to slots of other devices for later calls; compiles nothing anew.
 
         Texts stay the same. Only layers whose busiest device gets 5 % less to do are changed.
@@ -243,7 +243,7 @@ class Engine:
         Args:
           load_LE: choices that each expert of each layer with experts may get; only proportions
             count. None: those of the tokens since the last call, of `sample` and its like.
-          plan: greedy, by_node, first_fit or eplb: see `moejax.serve.experts.tables`.
+          plan: by_node, greedy, first_fit, eplb or best: see `moejax.serve.experts.tables`.
         Raises:
           InputError: if the engine has no slots.
         """

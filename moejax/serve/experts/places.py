@@ -23,6 +23,7 @@ from moejax.layout.layout import Axes
 from moejax.model.cached import Loads
 from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.experts.tables import (
+    WORTH,
     Cluster,
     Table,
     aligned,
@@ -35,7 +36,6 @@ from moejax.serve.experts.tables import (
 from moejax.serve.programs import Programs
 from moejax.step.state import TrainState
 
-WORTH = 1.05  # a table moves weights if the busiest device had this much more to do before
 Arrays = list[jax.Array]
 
 
@@ -122,7 +122,7 @@ class Places:
 
         Args:
           load_LE: loads that are expected; only proportions count.
-          plan: of `tables.PLANS`.
+          plan: as of `plan_table`.
         """
         tables = []
         for held, load_E in zip(self.tables, load_LE, strict=False):

@@ -140,7 +140,7 @@ def test_overflow_is_counted_and_a_table_for_the_load_prevents_it():
     state = random_state(cfg)
     state = state._replace(
         router_bias=jax.tree.map(
-            np.asarray, skew(jax.tree.map(jax.numpy.asarray, state.router_bias), {0: 0.3})
+            np.asarray, skew(jax.tree.map(jax.numpy.asarray, state.router_bias), {0: 3.0})
         )
     )
     programs = built(cfg, slots)

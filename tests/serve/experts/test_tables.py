@@ -113,7 +113,15 @@ def test_uneven_owners_and_unknown_plans_are_refused():
     with pytest.raises(ValueError, match="3 experts on 2 devices"):
         plan_table("greedy", [1, 2, 3], PAIR)
     with pytest.raises(KeyError):
-        plan_table("best", [1, 2, 3, 0], PAIR)
+        plan_table("worst", [1, 2, 3, 0], PAIR)
+
+
+def test_best_moves_more_where_that_pays_alone():
+    """Four hot experts of one device: a slot takes one of them. Rearranged, each device has two."""
+    load = [4, 4, 4, 4, 0, 0, 0, 0]
+    assert loads("greedy", load, PAIR).tolist() == [12, 4]
+    assert loads("best", load, PAIR).tolist() == [8, 8]
+    assert plan_table("best", [8, 2, 1, 1], PAIR).expert_M.tolist() == [0, 1, -1, 2, 3, 0]
 
 
 @given(st.data())
@@ -124,7 +132,7 @@ def test_every_plan_keeps_experts_and_shares_and_is_never_worse_than_homes(data)
     E = cluster.P * data.draw(st.integers(1, 4))
     one = st.one_of(st.integers(0, 5), st.integers(0, 10**6), st.just(0))
     load_E = np.array(data.draw(st.lists(one, min_size=E, max_size=E)), float)
-    table = plan_table(data.draw(st.sampled_from(sorted(PLANS))), load_E, cluster)
+    table = plan_table(data.draw(st.sampled_from([*PLANS, "best"])), load_E, cluster)
     places = cluster.P * (E // cluster.P + cluster.slots)
     assert len(table.expert_M) == len(table.share_M) == places
     used_M = table.expert_M >= 0
