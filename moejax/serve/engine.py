@@ -245,7 +245,8 @@ class Engine:
             count. None: those of the tokens since the last call, of `sample` and its like.
           plan: by_node, greedy, first_fit, eplb or best: see `moejax.serve.experts.tables`.
         Raises:
-          InputError: if the engine has no slots.
+          InputError: if the engine has no slots, the load is of another model, or no plan has
+            this name.
         """
         if self._places is None:
             raise InputError(

@@ -23,6 +23,7 @@ from moejax.layout.layout import Axes
 from moejax.model.cached import Loads
 from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.experts.tables import (
+    PLANS,
     WORTH,
     Cluster,
     Table,
@@ -123,7 +124,18 @@ class Places:
         Args:
           load_LE: loads that are expected; only proportions count.
           plan: as of `plan_table`.
+        Raises:
+          InputError: if they are no loads of this model's experts, or no plan has this name.
         """
+        shape, most = load_LE.shape, len(self._leaves)
+        good = len(shape) == 2 and shape[0] <= most and shape[1] == self._experts
+        if not good or not np.isfinite(load_LE).all() or (load_LE < 0).any():
+            raise InputError(
+                f"load does not fit. Got shape {shape}. A load has a number, at least 0, for each "
+                f"of {self._experts} experts of up to {most} layers. Count it with this model."
+            )
+        if plan not in (*PLANS, "best"):
+            raise InputError(f"unknown plan. Got {plan!r}. Take one of {', '.join(PLANS)}, best.")
         tables = []
         for held, load_E in zip(self.tables, load_LE, strict=False):
             new = plan_table(plan, load_E, self.cluster)

@@ -192,6 +192,29 @@ def test_an_engine_places_experts_and_takes_newer_weights(tmp_path):
     assert np.abs(engine.logits(token_T) - wanted).max() < CLOSE * np.abs(wanted).max()
     with pytest.raises(InputError, match="have no slots"):
         plain.place_experts()
+    for load, plan, message in (
+        (np.ones(8), "best", "load does not fit"),
+        (np.ones((2, 7)), "best", "load does not fit"),
+        (-np.ones((2, 8)), "best", "load does not fit"),
+        (np.ones((2, 8)), "worst", "unknown plan"),
+    ):
+        with pytest.raises(InputError, match=message):
+            engine.place_experts(load, plan)
+
+
+def test_an_engine_follows_the_load_of_its_calls(tmp_path):
+    cfg, _ = config("expert", **CERTAIN)
+    run = live_run(cfg, tmp_path)
+    biases = skew(run.state.router_bias, {2: 3.0, 3: 2.0})
+    run = dataclasses.replace(run, state=run.state._replace(router_bias=biases))
+    plain, engine = moejax.Engine(run), moejax.Engine(run, expert_slots=1, follow_load=True)
+    texts = [[5, 6, 7, 8], [1, 2, 3], [9] * 7]
+    wanted = plain.score(texts)
+    for home in (True, False):  # nothing is known before the first call
+        for one, other in zip(engine.score(texts), wanted, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+        tables = engine._places.tables
+        assert all((table.share_M.reshape(4, 3)[:, 2] == 0).all() for table in tables) == home
 
 
 def test_slots_without_other_devices_are_refused():
