@@ -121,7 +121,7 @@ def expected(table: str, number: int, told: list[Told], experts: int) -> np.ndar
         return load_of(told[number].expert_NLK, experts)
     before = told[:number]
     if table == "popularity":
-        return sum(load_of(one.expert_NLK, experts) for one in before[-RECENT:])
+        return np.sum([load_of(one.expert_NLK, experts) for one in before[-RECENT:]], axis=0)
     paths = Paths(experts)
     for one in before:
         paths.learn(*one)

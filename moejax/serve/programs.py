@@ -321,13 +321,16 @@ def build_programs(
     stored = build_step(cfg, mesh, platform).of_weights(dtype)
     lora = dataclasses.replace(cfg.lora, base_dtype=dtype, targets=targets_apart(stored))
     cfg = dataclasses.replace(cfg, lora=lora)
-    form = {"stacked": False, "gathered": gathered}
-    homes = build_step(cfg, mesh, platform, **form).of_weights(dtype)
-    apart, form["tables"] = homes, expert_slots > 0
+
+    def of_layers(cfg: Config) -> TrainStep:
+        options = {"stacked": False, "gathered": gathered, "tables": cfg.moe.slots > 0}
+        return build_step(cfg, mesh, platform, None, **options).of_weights(dtype)
+
+    homes = apart = of_layers(cfg)
     if expert_slots:
         cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, slots=expert_slots))
-        apart = build_step(cfg, mesh, platform, **form).of_weights(dtype)
-    single = build_step(_for_single_tokens(cfg, layout), mesh, platform, **form).of_weights(dtype)
+        apart = of_layers(cfg)
+    single = of_layers(_for_single_tokens(cfg, layout))
     return Programs(stored, apart, single, homes, own, positions, allowed)
 
 

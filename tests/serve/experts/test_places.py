@@ -53,8 +53,8 @@ def config(name="expert", **moe):
     return dataclasses.replace(cfg, mesh=mesh, **settings), slots
 
 
-def built(cfg, slots):
-    return build_programs(cfg, step_for(cfg).mesh, "cpu", **FORM, expert_slots=slots)
+def built(cfg, slots, **more):
+    return build_programs(cfg, step_for(cfg).mesh, "cpu", **FORM | more, expert_slots=slots)
 
 
 def logits_of(programs, state, length):
@@ -136,6 +136,7 @@ def test_loads_count_the_choices_of_tokens_alone():
 
 
 def test_overflow_is_counted_and_a_table_for_the_load_prevents_it():
+    """Buckets hold 1.25 of a fourth of a device's 128 tokens: 40. All choose expert 0."""
     cfg, slots = config("expert", experts_per_token=1)
     state = random_state(cfg)
     state = state._replace(
@@ -143,29 +144,21 @@ def test_overflow_is_counted_and_a_table_for_the_load_prevents_it():
             np.asarray, skew(jax.tree.map(jax.numpy.asarray, state.router_bias), {0: 3.0})
         )
     )
-    programs = built(cfg, slots)
+    programs = built(cfg, slots, positions=72)
     places = Places(programs)
     placed = places.at_home(on_mesh(state, programs))
-    requests = [Request(list(range(n, n + 8)), 1, number=n) for n in range(8)]
+    requests = [Request([*range(64)], 1, number=n) for n in range(8)]
     samples = draw_samples(Batch(programs, placed, count=places.count), requests)
-    assert places.overflowed > 0
-    assert places.rounds > 0
-    rounds, overflowed = places.rounds, places.overflowed
-    busiest = [
-        device_loads(t, x, places.cluster).max()
-        for t, x in zip(places.tables, places.load_LE, strict=True)
-    ]
+    assert places.load_LE.tolist() == [[512] + [0] * 7] * 2
+    assert places.overflowed == 2 * 4 * (128 - 40)
+    # Rounds hold 10 of each device's rows.
+    assert places.rounds == 2 * 9
     placed = places.place(placed, places.load_LE, "greedy")
-    assert places.overflowed == 0
+    assert device_loads(places.tables[0], np.eye(8)[0], places.cluster).tolist() == [0.25] * 4
+    assert (places.overflowed, places.load_LE.sum()) == (0, 0)
     again = draw_samples(Batch(programs, placed, count=places.count), requests)
     assert [one.ids for one in again] == [one.ids for one in samples]
-    assert places.overflowed < overflowed / 2
-    assert places.rounds < rounds
-    after = [
-        device_loads(t, x, places.cluster).max()
-        for t, x in zip(places.tables, places.load_LE, strict=True)
-    ]
-    assert all(a < b for a, b in zip(after, busiest, strict=True))
+    assert (places.overflowed, places.rounds) == (0, 0)
 
 
 def test_an_engine_places_experts_and_takes_newer_weights(tmp_path):
@@ -176,8 +169,8 @@ def test_an_engine_places_experts_and_takes_newer_weights(tmp_path):
     wanted, token_T = plain.logits(prompts[0]), np.array(prompts[0])
     engine.place_experts([[9, 1, 1, 1, 1, 1, 1, 1]] * 2)
     assert np.abs(engine.logits(token_T) - wanted).max() < CLOSE * np.abs(wanted).max()
-    held = engine._places.tables[0].expert_M.tolist()
-    assert held.count(0) == 2
+    table = engine._places.tables[0]
+    assert np.sum((table.expert_M == 0) & (table.share_M > 0)) == 2
     with Compilations() as compiled:
         engine.place_experts([[1, 1, 1, 1, 1, 1, 1, 9]] * 2, plan="eplb")
         moved = engine.logits(token_T)
