@@ -159,11 +159,7 @@ class MoE(nnx.Module):
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
-        experts = weights.experts
-        if self.spec.tables:
-            place_NK, places = by_table(expert_NK, self.table[...], moe, layout)
-        else:
-            place_NK, experts, places = spread(expert_NK, experts, moe, layout)
+        place_NK, experts, places = self._in_places(expert_NK, weights.experts)
         settings = places, self.spec
         y_ND, overflow = moe_ffn(
             x_ND, routing.weight_NK, place_NK, experts, *settings, clamp=self.clamp
@@ -181,9 +177,17 @@ class MoE(nnx.Module):
         stats = self._stats(routing, logit_NE, expert_NK, overflow, B)
         if is_token_BT is not None:
             stats = stats._replace(expert_NK=routing.expert_NK)
-            if self.spec.tables:  # of tokens alone
-                stats = stats._replace(load_E=router.count_load(expert_NK, moe.num_experts))
         return (leave_replicated if replicated else join_positions)(y_BtD, layout), stats
+
+    def _in_places(
+        self, expert_NK: jax.Array, experts: ExpertWeights
+    ) -> tuple[jax.Array, ExpertWeights, MoEConfig]:
+        """Returns places of choices, weights of this device's, and the config that counts them."""
+        moe, layout = self.moe, self.spec.layout
+        if not self.spec.tables:
+            return spread(expert_NK, experts, moe, layout)
+        place_NK, places = by_table(expert_NK, self.table[...], moe, layout)
+        return place_NK, experts, places
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None
@@ -215,7 +219,9 @@ class MoE(nnx.Module):
         cfg = self.moe.router
         counted_SE, score_SE = router.balance_terms(routing, cfg, sequences=sequences)
         load_E = counted_SE[0]
-        if cfg.balance_over == "sequence":
+        if self.spec.tables:  # without padding
+            load_E = router.count_load(kept_NK, self.moe.num_experts)
+        elif cfg.balance_over == "sequence":
             load_E = router.count_load(routing.expert_NK, self.moe.num_experts)
         z = router.z_loss(logit_NE, layout=self.spec.layout) if cfg.z_loss else jnp.zeros(())
         dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)

@@ -205,9 +205,8 @@ class _Packed:
         return (self._expert_PM < 0).any(1)
 
     def put(self, expert: int, device: int, load: float) -> None:
-        """Puts a part of an expert into the first free place of a device."""
+        """Puts a part of an expert into the first free place of a device, which has one."""
         place = int(np.argmax(self._expert_PM[device] < 0))
-        assert self._expert_PM[device, place] < 0, "no place is free"
         self._expert_PM[device, place], self._load_PM[device, place] = expert, load
         self.load_P[device] += load
 
