@@ -130,6 +130,8 @@ class Engine:
         self._vocabularies: dict[bool, Vocabulary] = {}
         self._programs_of: dict[tuple[int, ...], Programs] = {}  # by what was asked for
         self._state: TrainState | None = None
+        if expert_slots < 0:
+            raise InputError(f"`expert_slots` is {expert_slots}. It is 0 or more. Change it.")
         self._expert_slots, self._places = expert_slots, None
         self._follow_load = follow_load
         if isinstance(run, str | os.PathLike):
@@ -196,14 +198,15 @@ class Engine:
             self._places = Places(programs, self._processes)
         return programs
 
-    def _at_home(self, state: TrainState) -> TrainState:
+    def _at_home(self, state: TrainState, *, keep: bool = False) -> TrainState:
         """Returns weights as the programs take them: experts at home, slots without choices."""
-        return state if self._places is None else self._places.at_home(state)
+        return state if self._places is None else self._places.at_home(state, keep=keep)
 
     def update(self, state: TrainState) -> None:
         """Takes newer weights of the same run, on the same devices. Compiles nothing anew.
 
         The engine gives up its weights first; then the state's are copied as at the beginning.
+        Experts are at home again.
 
         Args:
           state: a state of the run, which stays as it is.
@@ -222,7 +225,7 @@ class Engine:
                 "moejax.Engine(run)."
             )
         self.release()
-        self._state = self._at_home(self._separator.take(state, keep=True))
+        self._state = self._at_home(self._separator.take(state, keep=True), keep=True)
         self.step = int(state.step)
         self.path = self.path.with_name(str(self.step))
 

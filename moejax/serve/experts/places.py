@@ -94,13 +94,14 @@ class Places:
         self.overflowed += int(loads.overflowed_L.sum())
         self.rounds += int(loads.rounds_L.sum())
 
-    def at_home(self, state: TrainState) -> TrainState:
-        """Returns a state with slots, where nothing goes to them; deletes the experts' weights.
+    def at_home(self, state: TrainState, *, keep: bool = False) -> TrainState:
+        """Returns a state with slots, where nothing goes to them.
 
         Wire: nothing. A slot holds an expert of its own device.
 
         Args:
           state: weights as `Programs.homes` takes them.
+          keep: whether its arrays live on. If not, the experts' are deleted layer by layer.
         """
         self._at_home()
         leaves, tree = jax.tree.flatten((state.frozen, state.params))
@@ -114,7 +115,8 @@ class Places:
             wide = self._call(self._program("widen", widen, (specs,), specs), own)
             for number, new, old in zip(numbers, jax.block_until_ready(wide), own, strict=True):
                 leaves[number] = new
-                old.delete()
+                if not keep:
+                    old.delete()
         frozen, params = jax.tree.unflatten(tree, leaves)
         return self._with_tables(state._replace(frozen=frozen, params=params))
 

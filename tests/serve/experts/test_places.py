@@ -197,7 +197,8 @@ def test_an_engine_places_experts_and_takes_newer_weights(tmp_path):
 
 def test_an_engine_follows_the_load_of_its_calls(tmp_path):
     cfg, _ = config("expert", **CERTAIN)
-    run = live_run(cfg, tmp_path)
+    model = dataclasses.replace(cfg.model, num_layers=2)  # one with experts, which is not copied
+    run = live_run(dataclasses.replace(cfg, model=model), tmp_path)
     biases = skew(run.state.router_bias, {2: 3.0, 3: 2.0})
     run = dataclasses.replace(run, state=run.state._replace(router_bias=biases))
     plain, engine = moejax.Engine(run), moejax.Engine(run, expert_slots=1, follow_load=True)
@@ -208,6 +209,9 @@ def test_an_engine_follows_the_load_of_its_calls(tmp_path):
             np.testing.assert_allclose(one, other, atol=1e-4)
         tables = engine._places.tables
         assert all((table.share_M.reshape(4, 3)[:, 2] == 0).all() for table in tables) == home
+    assert not any(x.is_deleted() for x in jax.tree.leaves(run.state)), "the run's weights are gone"
+    with pytest.raises(InputError, match="`expert_slots` is -1"):
+        moejax.Engine(run, expert_slots=-1)
 
 
 def test_slots_without_other_devices_are_refused():
