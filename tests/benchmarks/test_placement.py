@@ -72,7 +72,10 @@ def test_rows_and_bars_are_those_of_the_seconds():
     results = [{"case": asdict(case("steady", 2, 4)), "found": found, "others": 0.25}]
     lines = placement.rows(results)
     assert len(lines) == 2 + len(TABLES)
-    assert "| popularity | 1.500 | 1.500 | 2.00 x | 1.50 x | 2.5 | 0.50, 1.00 | 25% |" in lines[3]
+    assert (
+        "| popularity | 1.500 | 1.500 | 2.00 x | 1.50 x | 2.5 | 0.50, 1.00 | 1.50 x | 25% |"
+        in lines[3]
+    )
     verdict = placement.verdict(results)
     assert "met (2.00 x static) and missed (1.50 x oracle) by popularity" in verdict
     assert "p95 0.75 x as fast" in verdict

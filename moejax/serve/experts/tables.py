@@ -232,14 +232,17 @@ PLANS: dict[str, Plan] = {
 
 
 def aligned(new: Table, old_M: np.ndarray, cluster: Cluster) -> Table:
-    """Returns a table whose devices order their places so that most experts stay where they are.
+    """Returns a table that does the same with more experts where they are.
 
-    Places of -1 keep the experts that they hold.
+    Devices take the row of the table that shares most experts with what they hold, the best match
+    first, and order its places. Places of -1 keep the experts that they hold.
 
     Args:
       old_M: the expert that each place holds.
     """
-    rows = zip(*(x.reshape(cluster.P, -1) for x in (*new, old_M)), strict=True)
+    row_P = _matched(new.expert_M.reshape(cluster.P, -1), old_M.reshape(cluster.P, -1))
+    expert_PM, share_PM = (x.reshape(cluster.P, -1)[row_P] for x in new)
+    rows = zip(expert_PM, share_PM, old_M.reshape(cluster.P, -1), strict=True)
     expert_PM, share_PM = [], []
     for expert_M, share_M, held_M in rows:
         parts = [(int(x), float(s)) for x, s in zip(expert_M, share_M, strict=True) if x >= 0]
@@ -256,6 +259,19 @@ def aligned(new: Table, old_M: np.ndarray, cluster: Cluster) -> Table:
         expert_PM.append([one[0] for one in own])
         share_PM.append([one[1] for one in own])
     return Table(np.array(expert_PM).reshape(-1), np.array(share_PM).reshape(-1))
+
+
+def _matched(new_PM: np.ndarray, old_PM: np.ndarray) -> np.ndarray:
+    """Returns the row of a table that each device takes, [P]; its own of equally good ones."""
+    P = len(new_PM)
+    shared_PP = np.array([[len(set(new) & set(old)) for new in new_PM] for old in old_PM], float)
+    shared_PP += 0.5 * np.eye(P)
+    row_P = np.zeros(P, int)
+    for _ in range(P):
+        device, row = np.unravel_index(np.argmax(shared_PP), shared_PP.shape)
+        row_P[device] = row
+        shared_PP[device], shared_PP[:, row] = -1, -1
+    return row_P
 
 
 def sources(new_M: np.ndarray, old_M: np.ndarray, cluster: Cluster) -> np.ndarray:
