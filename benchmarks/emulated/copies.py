@@ -2,13 +2,13 @@
 
 Train steps on two emulated hosts of four devices, 100 Mbit/s, experts over all, with recorded and
 with constructed choices of experts (`data.source=routing`), and 0, 1 and 2 slots a device for
-copies (`moe.slots`), planned from each micro-batch's choices (now) or from the step before (last).
-Recorded (benchmarks/recorded): two layers of a model that was trained without a way to balance, on
-text like its own and on another, and the load of one with a balance loss. Constructed: a hot set of experts, a hot device, a hot set that
-moves from step to step, a burst after an even step, an expert without tokens, and an even load. All
-variants of a case run in turns; the timed step follows another, which `last` plans from. Beside
-them what the planner's price says, on the links as `moejax plan probe` measured them. Needs root,
-ip and tc.
+copies (`moe.slots`); experts get copies by each micro-batch's choices (now) or by the step before
+(last). Recorded (benchmarks/recorded): two layers of a model that was trained without a way to
+balance, on text like its own and on another, and the load of one with a balance loss. Constructed:
+a hot set of experts, a hot device, a hot set that moves from step to step, a burst after an even
+step, an expert without tokens, and an even load. All variants of a case run in turns; the timed
+step follows another, by which `last` chooses. Beside them what the planner's price says, on the
+links as `moejax plan probe` measured them. Needs root, ip and tc.
 
     python -m benchmarks.emulated.copies --out benchmarks/results
 """

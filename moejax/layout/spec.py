@@ -41,5 +41,7 @@ class StepSpec:
     # Gradients are scattered by rows, which XLA for TPUs needs (`comm.weights.reduce`). On GPUs it
     # hides fewer of the reductions.
     scatter_rows: bool = False
+    # Slots of the experts hold what a table says (generation); else copies along rings (training).
+    tables: bool = False
     # Logits computed at a time: few enough for a CPU's cache, enough for a GPU's matrix units.
     logit_elements: int = 2**21

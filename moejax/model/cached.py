@@ -29,6 +29,7 @@ from moejax.model.context import Rows
 from moejax.model.layers import logits
 from moejax.model.rope import angles_at
 from moejax.model.transformer import Transformer
+from moejax.moe.layer import MoEStats
 
 # For each layer group, of one repeat, and each block of its pattern: arrays [N, G, S, ...] of N
 # slots and S places: keys and values, or latents with G = 1.
@@ -72,12 +73,21 @@ def cache_spec(cfg: ModelConfig, layout: Layout) -> P:
     return P(layout.row_axes, None if cfg.is_latent else layout.tensor, layout.context or None)
 
 
+class Loads(NamedTuple):
+    """How busy a call's experts were, of the L layers with experts; summed over devices."""
+
+    load_LE: Int[Array, "L E"]  # choices of each expert
+    overflowed_L: Int[Array, " L"]  # choices that went in overflow rounds
+    rounds_L: Int[Array, " L"]  # number of these rounds
+
+
 class Extended(NamedTuple):
     """The result of `extend`: final hidden states, the cache, and the experts of each token."""
 
     x_RTD: Float[Array, "R T D"]
     cache: Cache
     expert_RTLK: Int[Array, "R T L K"] | None  # of the L layers with experts
+    loads: Loads | None = None  # where `StepSpec.tables`
 
 
 def extend(
@@ -108,14 +118,24 @@ def extend(
 
             x_1tD, stats, kept = block.run(x_1tD, attend, is_token_BT=is_token_1M)
             kept_blocks.append(kept)
-            chosen += [] if stats is None else [stats.expert_NK]
+            chosen += [] if stats is None else [stats]
         grown.append(kept_blocks)
     layout, expert_RTLK = model.spec.layout, None
     if routing:
-        expert_MLK = wire.all_gather(jnp.stack(chosen, axis=1), layout.tensor, dim=0, tag=None)
+        expert_MLK = jnp.stack([stats.expert_NK for stats in chosen], axis=1)
+        expert_MLK = wire.all_gather(expert_MLK, layout.tensor, dim=0, tag=None)
         expert_RTLK = expert_MLK.reshape(*token_RT.shape, *expert_MLK.shape[1:])
     x_1MD = enter_tensor(model.norm(x_1tD), layout)
-    return Extended(x_1MD.reshape(*token_RT.shape, -1), grown, expert_RTLK)
+    loads = _loads(chosen, layout) if model.spec.tables else None
+    return Extended(x_1MD.reshape(*token_RT.shape, -1), grown, expert_RTLK, loads)
+
+
+def _loads(stats_L: list[MoEStats], layout: Layout) -> Loads:
+    """Sums loads over devices. Wire: an integer for each expert, and one more, of each layer."""
+    own = [jnp.append(stats.load_E, stats.overflowed) for stats in stats_L]
+    all_LE = wire.all_reduce(jnp.stack(own), layout.mesh_axes, tag=None)
+    rounds_L = jnp.stack([stats.rounds for stats in stats_L])
+    return Loads(all_LE[:, :-1], all_LE[:, -1], rounds_L)
 
 
 def _only_repeat(group: Pattern) -> Pattern:

@@ -182,9 +182,32 @@ def spread(
     Args:
       expert_NK: choices; `moe.num_experts`: dropped.
     """
-    places = moe.num_experts + layout.size(layout.expert_owner_axes) * moe.slots
+    places = num_places(moe, layout)
     placement = placement_of(copies, rings(layout, moe.slots), moe.num_experts)
     place_NK = place_of(expert_NK, placement, places=places)
+    return place_NK, dataclasses.replace(moe, num_experts=places)
+
+
+def num_places(moe: MoEConfig, layout: Layout) -> int:
+    """Returns the number of places of all devices."""
+    return moe.num_experts + layout.size(layout.expert_owner_axes) * moe.slots
+
+
+def by_table(
+    expert_NK: Int[Array, "N K"], table_2EC: Int[Array, "2 E C"], moe: MoEConfig, layout: Layout
+) -> tuple[Int[Array, "N K"], MoEConfig]:
+    """Returns the places of choices by any table, and the config that counts places. Per device.
+
+    Devices begin with other shares, so that a token on each, as in decoding, goes to every place.
+
+    Args:
+      expert_NK: choices; `moe.num_experts`: dropped.
+      table_2EC: a `Placement`.
+    """
+    places, first = num_places(moe, layout), SHARES // layout.size(layout.expert)
+    share_N = wire.index(layout.expert) * first + jnp.arange(len(expert_NK)) * STRIDE
+    options = {"places": places, "share_N": share_N % SHARES}
+    place_NK = place_of(expert_NK, Placement(*table_2EC), **options)
     return place_NK, dataclasses.replace(moe, num_experts=places)
 
 
@@ -211,11 +234,20 @@ def placement_of(copies: Copies, rings_r: list[np.ndarray], num_experts: int) ->
 
 
 def place_of(
-    expert_NK: Int[Array, "N K"], placement: Placement, *, places: int
+    expert_NK: Int[Array, "N K"],
+    placement: Placement,
+    *,
+    places: int,
+    share_N: Int[Array, " N"] | None = None,
 ) -> Int[Array, "N K"]:
-    """Returns the place of each choice, by its token's number; `places` for dropped choices."""
+    """Returns the place of each choice; `places` for dropped choices.
+
+    Args:
+      share_N: share of each token, below SHARES; None: by its number.
+    """
     place_EC, upto_EC = map(jnp.asarray, placement)
-    share_N11 = (jnp.arange(len(expert_NK)) * STRIDE % SHARES)[:, None, None]
+    share_N = jnp.arange(len(expert_NK)) * STRIDE % SHARES if share_N is None else share_N
+    share_N11 = share_N[:, None, None]
     is_dropped_NK = expert_NK >= len(place_EC)
     expert_NK = jnp.where(is_dropped_NK, 0, expert_NK)
     number_NK1 = jnp.sum(share_N11 >= upto_EC[expert_NK, :-1], axis=2, keepdims=True)

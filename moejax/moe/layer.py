@@ -54,7 +54,15 @@ from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
-from moejax.moe.copies import Copies, copy_hot, load_of, shared_anew, spread
+from moejax.moe.copies import (
+    Copies,
+    by_table,
+    copy_hot,
+    load_of,
+    num_places,
+    shared_anew,
+    spread,
+)
 from moejax.moe.dispatch import Overflow, drop_above, moe_ffn
 from moejax.moe.quantile import count_needed
 from moejax.moe.sizes import expert_capacity
@@ -62,6 +70,13 @@ from moejax.moe.sizes import expert_capacity
 
 class RouterBias(nnx.Variable):
     """Selection bias of loss-free balancing: state that no gradient reaches."""
+
+
+class Table(RouterBias):
+    """A `moe.copies.Placement` [2, E, C]: places of each expert, on at most C devices.
+
+    Without gradient too. It is there where `StepSpec.tables` says so.
+    """
 
 
 class KnownLoad(nnx.Variable):
@@ -118,14 +133,18 @@ class MoE(nnx.Module):
         self.recorded: RecordedExperts | None = nnx.data(None)
         self.known_load: KnownLoad | None = nnx.data(None)
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
-        self.w_in = nnx.Param(normal(rngs.params(), (E, D, 2, F), jnp.float32), dims="EDUF")
-        self.w_out = nnx.Param(out(rngs.params(), (E, F, D), jnp.float32), dims="EFD")
+        M = num_places(moe, spec.layout) if spec.tables else E
+        self.w_in = nnx.Param(normal(rngs.params(), (M, D, 2, F), jnp.float32), dims="EDUF")
+        self.w_out = nnx.Param(out(rngs.params(), (M, F, D), jnp.float32), dims="EFD")
         self.bias = RouterBias(jnp.zeros((E,), jnp.float32), dims="E")
+        if spec.tables:
+            C = spec.layout.size(spec.layout.expert_owner_axes)
+            self.table = Table(jnp.zeros((2, E, C), jnp.int32), dims="WEC")
         if moe.router_bias:
             self.b_router = nnx.Param(jnp.zeros((E,), jnp.float32), dims="E")
         if moe.expert_bias:
-            self.b_in = nnx.Param(jnp.zeros((E, 2, F), jnp.float32), dims="EUF")
-            self.b_out = nnx.Param(jnp.zeros((E, D), jnp.float32), dims="ED")
+            self.b_in = nnx.Param(jnp.zeros((M, 2, F), jnp.float32), dims="EUF")
+            self.b_out = nnx.Param(jnp.zeros((M, D), jnp.float32), dims="ED")
 
     def weights(self) -> MoEWeights:
         """The weights as this device computes with them."""
@@ -210,7 +229,9 @@ class MoE(nnx.Module):
     ) -> tuple[jax.Array, Overflow]:
         """The exchange and the experts: by experts, or with slots by places."""
         moe, spec, experts, copies = self.moe, self.spec, weights.experts, weights.copies
-        if moe.slots:
+        if spec.tables:
+            expert_NK, moe = by_table(expert_NK, self.table[...], moe, spec.layout)
+        elif moe.slots:
             load_E = load_of(expert_NK, moe.num_experts, spec.layout)
             if copies is None:
                 copies, experts = copy_hot(load_E, experts, moe, spec.layout)
@@ -249,7 +270,9 @@ class MoE(nnx.Module):
         cfg = self.moe.router
         counted_SE, score_SE = router.balance_terms(routing, cfg, sequences=sequences)
         load_E = counted_SE[0]
-        if cfg.balance_over == "sequence":
+        if self.spec.tables:  # without padding
+            load_E = router.count_load(kept_NK, self.moe.num_experts)
+        elif cfg.balance_over == "sequence":
             load_E = router.count_load(routing.expert_NK, self.moe.num_experts)
         z = router.z_loss(logit_NE, layout=self.spec.layout) if cfg.z_loss else jnp.zeros(())
         dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from moejax.errors import InputError, RunError
+from moejax.model.cached import Loads
 from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.programs import LIKELIEST, LONG, SHORT, NewTokens, Programs, no_tokens
 from moejax.serve.sampling import GREEDY, NOT_FINITE, Draws, Sampling
@@ -105,9 +106,20 @@ class _Text:
 class Batch:
     """The texts in the slots of programs, and the requests that wait for one."""
 
-    def __init__(self, programs: Programs, state: TrainState, processes: Processes = ALONE):
-        """Takes weights as the programs take them; allocates the cache."""
+    def __init__(
+        self,
+        programs: Programs,
+        state: TrainState,
+        processes: Processes = ALONE,
+        count: Callable[[Loads], None] | None = None,
+    ):
+        """Takes weights as the programs take them; allocates the cache.
+
+        Args:
+          count: is given the loads of each call, with slots for experts.
+        """
         self._programs, self._state, self._processes = programs, state, processes
+        self._count = count
         self._cache = programs.empty_cache()
         self._waiting: deque[_Text] = deque()
         self._texts: dict[int, _Text] = {}  # of the slots
@@ -221,12 +233,16 @@ class Batch:
         if scored:
             next_RT = programs.place(self._next_tokens(placed, tokens))
             call = programs.score(every, routing)
-            logits, self._cache, scores, *chosen = self._call(call, *arguments, next_RT)
+            logits, self._cache, scores, *more = self._call(call, *arguments, next_RT)
             self._keep_scores(placed, tokens, jax.device_get(_here(scores)))
         else:
             call = programs.extend(every, routing)
-            logits, self._cache, *chosen = self._call(call, *arguments)
-        for expert_RTLK in jax.device_get(_here(chosen)):
+            logits, self._cache, *more = self._call(call, *arguments)
+        if programs.expert_slots:
+            loads = more.pop(0)
+            if self._count is not None:
+                self._count(jax.device_get(_here(loads)))
+        for expert_RTLK in jax.device_get(_here(more)):
             self._keep_routing(placed, tokens, expert_RTLK)
         for row, text in placed.items():
             text.cached += int(tokens.count_R[row])

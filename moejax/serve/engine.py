@@ -25,6 +25,7 @@ from moejax.evaluate.checkpoint import (
 )
 from moejax.runtime.processes import ALONE, Processes
 from moejax.serve.batch import Batch, Request
+from moejax.serve.experts.places import Places
 from moejax.serve.placing import (
     PlacedModel,
     check_overrides,
@@ -34,7 +35,7 @@ from moejax.serve.placing import (
 )
 from moejax.serve.programs import SHORT, Programs, build_programs
 from moejax.serve.prompts import Vocabulary, check_length, encode_prompts, open_vocabulary
-from moejax.serve.samples import Sample, draw_samples, draw_texts
+from moejax.serve.samples import Sample, check_counts, draw_samples, draw_texts, each
 from moejax.serve.sampling import GREEDY, Sampling
 from moejax.serve.texts import checked_stops
 from moejax.serve.weights import Separator
@@ -98,6 +99,8 @@ class Engine:
         step: int | None = None,
         overrides: Iterable[str] = (),
         processes: Processes = ALONE,
+        expert_slots: int = 0,
+        follow_load: bool = False,
     ):
         """Reads the weights of a checkpoint, or copies those of a run in memory.
 
@@ -117,6 +120,8 @@ class Engine:
           overrides: settings of the mesh and of computing, as `mesh.tensor=2` or
             `model.dtype=float32`. Those of a run in memory leave its devices as they are.
           processes: the program's, if several read a checkpoint together.
+          expert_slots: further experts that each device has room for: see `place_experts`.
+          follow_load: whether it is called before each batch of texts.
         Raises:
           InputError: if there is no whole checkpoint, a setting does not fit it, or the copy does
             not fit beside the state.
@@ -125,6 +130,10 @@ class Engine:
         self._vocabularies: dict[bool, Vocabulary] = {}
         self._programs_of: dict[tuple[int, ...], Programs] = {}  # by what was asked for
         self._state: TrainState | None = None
+        if expert_slots < 0:
+            raise InputError(f"`expert_slots` is {expert_slots}. It is 0 or more. Change it.")
+        self._expert_slots, self._places = expert_slots, None
+        self._follow_load = follow_load
         if isinstance(run, str | os.PathLike):
             self._read(os.fspath(run), step, overrides)
         elif run.state is None or run.train_step is None:
@@ -140,7 +149,8 @@ class Engine:
         for note in chosen.notes:
             warnings.warn(note.removeprefix("warning: "), stacklevel=3)
         programs = self._begin(chosen, place(chosen, self._processes), beside=0)
-        self._state = self._separator.take(read_weights(chosen, programs.stored, self._processes))
+        state = read_weights(chosen, programs.stored, self._processes)
+        self._state = self._at_home(self._separator.take(state))
 
     def _copy(
         self,
@@ -176,19 +186,27 @@ class Engine:
             "slots": placed.cfg.train.batch_sequences,
             "positions": placed.cfg.data.sequence_length,
             "allowed": self.vocab_size,
+            "expert_slots": self._expert_slots,
         }
         given = {"named": chosen.names_mesh, "beside": beside, **usual}
         self._placed, _ = place_weights(placed, self._processes, **given)
         programs = self._programs(1, 1, self.vocab_size)
         beside += programs.bytes_beside_weights()
         check_memory(programs.train_step, self._processes, gradients=False, beside=beside)
-        self._separator = Separator(programs.train_step, self._processes)
+        self._separator = Separator(programs.homes, self._processes)
+        if self._expert_slots:
+            self._places = Places(programs, self._processes)
         return programs
+
+    def _at_home(self, state: TrainState, *, keep: bool = False) -> TrainState:
+        """Returns weights as the programs take them: experts at home, slots without choices."""
+        return state if self._places is None else self._places.at_home(state, keep=keep)
 
     def update(self, state: TrainState) -> None:
         """Takes newer weights of the same run, on the same devices. Compiles nothing anew.
 
         The engine gives up its weights first; then the state's are copied as at the beginning.
+        Experts are at home again.
 
         Args:
           state: a state of the run, which stays as it is.
@@ -207,7 +225,7 @@ class Engine:
                 "moejax.Engine(run)."
             )
         self.release()
-        self._state = self._separator.take(state, keep=True)
+        self._state = self._at_home(self._separator.take(state, keep=True), keep=True)
         self.step = int(state.step)
         self.path = self.path.with_name(str(self.step))
 
@@ -219,6 +237,27 @@ class Engine:
     def has_weights(self) -> bool:
         """Whether there are weights: not after `release`."""
         return self._state is not None
+
+    def place_experts(self, load_LE: ArrayLike | None = None, plan: str = "best") -> None:
+        """Moves hot experts to slots of other devices for later calls; compiles nothing anew.
+
+        Texts stay the same. Only layers whose busiest device gets 5 % less to do are changed.
+
+        Args:
+          load_LE: choices that each expert of each layer with experts may get; only proportions
+            count. None: those of the tokens since the last call, of `sample` and its like.
+          plan: by_node, greedy, first_fit, eplb or best: see `moejax.serve.experts.tables`.
+        Raises:
+          InputError: if the engine has no slots, the load is of another model, or no plan has
+            this name.
+        """
+        if self._places is None:
+            raise InputError(
+                "experts have no slots. `expert_slots` is 0. Make an engine with some: "
+                "moejax.Engine(run, expert_slots=1)."
+            )
+        load_LE = self._places.load_LE if load_LE is None else np.asarray(load_LE, float)
+        self._state = self._places.place(self._weights, load_LE, plan)
 
     def logits(self, token_ids: ArrayLike) -> np.ndarray:
         """Returns the logits of the token after each position, float32.
@@ -321,10 +360,10 @@ class Engine:
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
-        most, rules = _each(tokens, len(prompts), "tokens"), _each(sampling, len(prompts), "rules")
+        most, rules = each(tokens, len(prompts), "tokens"), each(sampling, len(prompts), "rules")
         for rule in rules:
             rule.check()
-        _check_counts(most, rules, n)
+        check_counts(most, rules, n)
         stops = checked_stops(stop)
         vocabulary = self._vocabulary(chat)
         encoded = self._encoded(prompts, vocabulary, max(most))
@@ -367,8 +406,12 @@ class Engine:
 
     def _batch(self, requests: list[Request], allowed: int) -> Batch:
         """Returns a batch with slots for some requests."""
+        if self._follow_load:
+            self.place_experts()
         state, longest = self._weights, max(len(one.ids) + one.tokens for one in requests)
-        return Batch(self._programs(longest, len(requests), allowed), state, self._processes)
+        programs = self._programs(longest, len(requests), allowed)
+        count = None if self._places is None else self._places.count
+        return Batch(programs, state, self._processes, count)
 
     def _encoded(
         self, prompts: Sequence[Prompt], vocabulary: Vocabulary | None, tokens: int
@@ -412,6 +455,7 @@ class Engine:
         asked = (slots, -(-positions // SHORT), allowed)
         if asked not in self._programs_of:
             form = {"slots": slots, "positions": positions, "allowed": allowed}
+            form["expert_slots"] = self._expert_slots
             new = build_programs(*self._placed, **form)
             # Slots and positions are rounded up: others may have asked for the same.
             alike = (one for one in self._programs_of.values() if one.form == new.form)
@@ -441,31 +485,3 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<model of step {self.step} in {self.path}>"
-
-
-def _each(given: Any, count: int, name: str) -> list[Any]:
-    """Returns one value for each prompt."""
-    if not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise InputError(
-            f"{name} do not fit the prompts. Got {len(given)} {name} for {count} prompts. There is "
-            f"one for all, or one for each. Change their number."
-        )
-    return list(given)
-
-
-def _check_counts(most: list[int], rules: list[Sampling], n: int) -> None:
-    """Checks the numbers of tokens and of samples."""
-    for name, numbers in (("tokens", most), ("n", [n])):
-        for number in numbers:
-            if not hasattr(number, "__index__") or number < 1:
-                raise InputError(
-                    f"`{name}` is out of range. Got {number!r}. It is a whole number, at least 1. "
-                    f"Change it."
-                )
-    if n > 1 and any(rule.temperature == 0 for rule in rules):
-        raise InputError(
-            f"`n` has no effect. Got {n} at temperature 0, where all samples of a prompt are the "
-            f"same. Set a temperature, or leave `n` out."
-        )

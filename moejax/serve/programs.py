@@ -61,6 +61,7 @@ class Programs:
       stored: for weights as a checkpoint has them.
       train_step: for weights with each layer apart; its batch has a row for each slot.
       single: the same for rows of one token: see `_for_single_tokens`.
+      homes: as `train_step`, where every expert is at home alone.
       slots: of each device.
       positions: of a slot.
       allowed: ids from this one on are never drawn.
@@ -69,6 +70,7 @@ class Programs:
     stored: TrainStep
     train_step: TrainStep
     single: TrainStep
+    homes: TrainStep
     slots: int
     positions: int
     allowed: int
@@ -78,6 +80,11 @@ class Programs:
     def form(self) -> tuple[int, int, int]:
         """Slots, positions and allowed ids, which tell the programs of a model apart."""
         return self.slots, self.positions, self.allowed
+
+    @property
+    def expert_slots(self) -> int:
+        """Places of each device for further experts: see `serve.experts.places`."""
+        return self.train_step.cfg.moe.slots
 
     @property
     def devices(self) -> int:
@@ -98,6 +105,8 @@ class Programs:
     def extend(self, every: bool, routing: bool = False) -> Any:
         """The jitted (state, tokens, cache) -> logits behind each row, and the cache, donated.
 
+        With slots for experts `cached.Loads` of the call are a further result, on all devices.
+
         Args:
           every: whether row r of a device has slot r, for every slot.
           routing: whether the experts of the tokens, expert_RTLK, are a further result. They are
@@ -105,14 +114,12 @@ class Programs:
         """
 
         def body(state: TrainState, tokens: NewTokens, cache: cached.Cache) -> Any:
-            x_RTD, w_Dv, transformer, cache, chosen = self._run(
-                state, tokens, cache, every, routing
-            )
-            return _last_logits(transformer, x_RTD, w_Dv, tokens), cache, *chosen
+            x_RTD, w_Dv, transformer, cache, more = self._run(state, tokens, cache, every, routing)
+            return _last_logits(transformer, x_RTD, w_Dv, tokens), cache, *more
 
         specs = (self._states, self._rows, self._cache_spec)
-        out = (self._rows, self._cache_spec, *[P()] * routing)
-        return self._program(("extend", every, routing), body, specs, out, donate_argnums=2)
+        out = (self._rows, self._cache_spec, *self._more(routing))
+        return self.program(("extend", every, routing), body, specs, out, donate_argnums=2)
 
     def score(self, every: bool, routing: bool = False) -> Any:
         """As `extend`; takes another array, the tokens that are behind, and returns their scores.
@@ -121,9 +128,7 @@ class Programs:
         """
 
         def body(state: TrainState, tokens: NewTokens, cache: cached.Cache, next_RT: Any) -> Any:
-            x_RTD, w_Dv, transformer, cache, chosen = self._run(
-                state, tokens, cache, every, routing
-            )
+            x_RTD, w_Dv, transformer, cache, more = self._run(state, tokens, cache, every, routing)
             logit_RV = _last_logits(transformer, x_RTD, w_Dv, tokens)
 
             def of_tokens(arrays: tuple[jax.Array, jax.Array]) -> Scores:
@@ -135,11 +140,11 @@ class Programs:
             # A position of all rows at a time, so that few logits are held.
             scores = jax.lax.map(of_tokens, (x_RTD.swapaxes(0, 1), next_RT.T))
             scores = jax.tree.map(lambda x: x.swapaxes(0, 1), scores)
-            return logit_RV, cache, self._on_all(scores), *chosen
+            return logit_RV, cache, self._on_all(scores), *more
 
         specs = (self._states, self._rows, self._cache_spec, self._rows)
-        out = (self._rows, self._cache_spec, P(), *[P()] * routing)
-        return self._program(("score", every, routing), body, specs, out, donate_argnums=2)
+        out = (self._rows, self._cache_spec, P(), *self._more(routing))
+        return self.program(("score", every, routing), body, specs, out, donate_argnums=2)
 
     def draw(self, kind: str, likeliest: int) -> Any:
         """The jitted (logits, draws) -> tokens on all devices; see `sampling.draw`."""
@@ -148,7 +153,7 @@ class Programs:
             form = {"kind": kind, "allowed": self.allowed, "likeliest": likeliest}
             return self._on_all(draw(logit_RV, draws, **form))
 
-        return self._program(("draw", kind, likeliest), body, (self._rows, self._rows), P())
+        return self.program(("draw", kind, likeliest), body, (self._rows, self._rows), P())
 
     @cached_property
     def logits(self) -> Any:
@@ -168,21 +173,22 @@ class Programs:
             return wire.all_gather(logit_BTV, axes, dim=0, tag=None)
 
         batch = self._layout.token_spec()
-        return self._program("logits", body, (self._states, batch), P() if shared else batch)
+        return self.program("logits", body, (self._states, batch), P() if shared else batch)
 
     def take(self, state: TrainState, processes: Processes = ALONE) -> TrainState:
         """Returns a state of `stored` as the functions take it; deletes its arrays."""
-        return Separator(self.train_step, processes).take(state)
+        return Separator(self.homes, processes).take(state)
 
     def place(self, arrays: Any) -> Any:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""
-        return jax.tree.map(partial(self._put, spec=self._rows), arrays)
+        return jax.tree.map(partial(self.put, spec=self._rows), arrays)
 
     def place_batch(self, token_BT: np.ndarray) -> Any:
         """Puts sequences for `logits` onto the mesh."""
-        return self._put(token_BT, self._layout.token_spec())
+        return self.put(token_BT, self._layout.token_spec())
 
-    def _put(self, array: np.ndarray, spec: P) -> Any:
+    def put(self, array: np.ndarray, spec: P) -> Any:
+        """Puts an array onto the mesh, where several processes share it."""
         sharding = NamedSharding(self.train_step.mesh, spec)
         if sharding.is_fully_addressable:
             return array  # a call of a function places it in a tenth of the time
@@ -212,18 +218,22 @@ class Programs:
     def _run(
         self, state: TrainState, tokens: NewTokens, cache: cached.Cache, every: bool, routing: bool
     ) -> Any:
-        """Returns hidden states, the output projection, the model, the cache, and the experts.
+        """Returns hidden states, the output projection, the model, the cache, and a list.
 
-        The last is a list: of one array, or of none without `routing`.
+        It has the loads with slots for experts, and the experts with `routing`.
         """
         length = tokens.token_RT.shape[1]
         train_step = self.single if length == 1 else self.train_step
         transformer = train_step.plain.model.merge(state.params, state.router_bias, state.frozen)
         rows = Rows(tokens.slot_R, tokens.start_R, tokens.count_R, length, every)
         found = cached.extend(transformer, tokens.token_RT, rows, cache, routing=routing)
-        chosen = [self._on_all(found.expert_RTLK)] if routing else []
+        more = [] if found.loads is None else [found.loads]
+        more += [self._on_all(found.expert_RTLK)] if routing else []
         w_Dv = transformer.embedding.weights()[1]
-        return found.x_RTD, w_Dv, transformer, found.cache, chosen
+        return found.x_RTD, w_Dv, transformer, found.cache, more
+
+    def _more(self, routing: bool) -> list[P]:
+        return [P()] * (bool(self.expert_slots) + routing)
 
     def _on_all(self, arrays: Any) -> Any:
         """Gathers rows over the devices."""
@@ -257,7 +267,7 @@ class Programs:
     def _cache_spec(self) -> P:
         return cached.cache_spec(self.train_step.cfg.model, self._layout)
 
-    def _program(self, key: Any, body: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    def program(self, key: Any, body: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
         """Maps per-device code over the mesh; returns the same function for the same key."""
         if key not in self._made:
             mapped = gloo.shard_map(body, self.train_step.mesh, in_specs, out_specs)
@@ -282,6 +292,7 @@ def build_programs(
     slots: int,
     positions: int,
     allowed: int,
+    expert_slots: int = 0,
 ) -> Programs:
     """Describes the functions; allocates nothing.
 
@@ -291,6 +302,7 @@ def build_programs(
       gathered: as in `Layout`. Weights as a checkpoint has them are sharded all the same.
       slots: texts that are continued at a time, on all devices; rounded up to what they share.
       positions: the most of a text, its prompt included; rounded up.
+      expert_slots: places of each device that owns experts, beside those of its own.
     """
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context_stripe=STRIPE))
     layout = build_layout(cfg.mesh)
@@ -309,11 +321,17 @@ def build_programs(
     stored = build_step(cfg, mesh, platform).of_weights(dtype)
     lora = dataclasses.replace(cfg.lora, base_dtype=dtype, targets=targets_apart(stored))
     cfg = dataclasses.replace(cfg, lora=lora)
-    apart, single = (
-        build_step(one, mesh, platform, stacked=False, gathered=gathered).of_weights(dtype)
-        for one in (cfg, _for_single_tokens(cfg, layout))
-    )
-    return Programs(stored, apart, single, own, positions, allowed)
+
+    def of_layers(cfg: Config) -> TrainStep:
+        options = {"stacked": False, "gathered": gathered, "tables": cfg.moe.slots > 0}
+        return build_step(cfg, mesh, platform, None, **options).of_weights(dtype)
+
+    homes = apart = of_layers(cfg)
+    if expert_slots:
+        cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, slots=expert_slots))
+        apart = of_layers(cfg)
+    single = of_layers(_for_single_tokens(cfg, layout))
+    return Programs(stored, apart, single, homes, own, positions, allowed)
 
 
 def _for_single_tokens(cfg: Config, layout: Layout) -> Config:

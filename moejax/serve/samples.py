@@ -13,6 +13,7 @@ import numpy as np
 from moejax.data.routing import FORMAT, FREE
 from moejax.errors import InputError
 from moejax.serve.batch import Batch, Request, Token, news
+from moejax.serve.sampling import Sampling
 from moejax.serve.texts import Decode, GrowingText
 
 
@@ -159,3 +160,31 @@ def write_routing(
     }
     with Path(path).open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+def each(given: Any, count: int, name: str) -> list[Any]:
+    """Returns one value for each prompt."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise InputError(
+            f"{name} do not fit the prompts. Got {len(given)} {name} for {count} prompts. There is "
+            f"one for all, or one for each. Change their number."
+        )
+    return list(given)
+
+
+def check_counts(most: list[int], rules: list[Sampling], n: int) -> None:
+    """Checks the numbers of tokens and of samples."""
+    for name, numbers in (("tokens", most), ("n", [n])):
+        for number in numbers:
+            if not hasattr(number, "__index__") or number < 1:
+                raise InputError(
+                    f"`{name}` is out of range. Got {number!r}. It is a whole number, at least 1. "
+                    f"Change it."
+                )
+    if n > 1 and any(rule.temperature == 0 for rule in rules):
+        raise InputError(
+            f"`n` has no effect. Got {n} at temperature 0, where all samples of a prompt are the "
+            f"same. Set a temperature, or leave `n` out."
+        )

@@ -135,6 +135,7 @@ def build_spec(
     gathered: bool = False,
     rounds: bool = True,
     documents: float = 1.0,
+    tables: bool = False,
 ) -> StepSpec:
     """Returns the spec for a config and its devices; arguments as in `build_step`."""
     layout = build_layout(cfg.mesh, gathered=gathered)
@@ -171,6 +172,7 @@ def build_spec(
         stacked=stacked,
         rounds=rounds,
         documents=documents,
+        tables=tables,
         logit_elements=2**21 if platform == "cpu" else 2**27,
     )
 

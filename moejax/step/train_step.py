@@ -289,6 +289,7 @@ def build_step(
     gathered: bool = False,
     rounds: bool = True,
     documents: float = 1.0,
+    tables: bool = False,
 ) -> TrainStep:
     """Describes a run's compiled functions on a mesh; allocates nothing.
 
@@ -300,9 +301,10 @@ def build_step(
       gathered: as in `Layout`; for functions without gradients.
       rounds: as in `StepSpec`.
       documents: as in `StepSpec`.
+      tables: as in `StepSpec`; for functions without gradients.
     """
     form = {"stacked": stacked, "gathered": gathered, "rounds": rounds, "documents": documents}
-    spec = build_spec(cfg, mesh, platform, codecs, **form)
+    spec = build_spec(cfg, mesh, platform, codecs, tables=tables, **form)
     model, weights, router_bias = describe_model(cfg, spec)
     shapes, specs = _describe_state(model, weights, router_bias)
     abstract = jax.tree.map(
