@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.machine import ROOT
 
 HOSTS, DEVICES = 2, 4
-B, T, L, E, K = 16, 128, 2, 32, 4
+B, T, L, E, K = 8, 128, 2, 32, 4
 RECORDED = ROOT / "benchmarks/recorded/unbalanced.npz"
 BALANCED = RECORDED.with_name("balance_loss.json")
 CASES = (

@@ -61,7 +61,7 @@ def case(name: str) -> Case:
     variants: Variants = {
         slots: ("step", {**settings, "choices": name}) for slots, settings in SLOTS.items()
     }
-    return Case(name, HOSTS, DEVICES, RATE, CONFIG, (B, T), variants, rounds=5)
+    return Case(name, HOSTS, DEVICES, RATE, CONFIG, (B, T), variants, rounds=3)
 
 
 def priced(topology: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -117,7 +117,7 @@ def page(record: dict[str, Any]) -> str:
         f"{record['date']}; {machine['cpu']}, {machine['cpus_used']} CPUs for all hosts together; "
         f"JAX {record['jax']}, Python {record['python']}. {L} layers of width "
         f"{CONFIG['model.width']}, {E} experts of hidden width {CONFIG['moe.expert_hidden']}, top "
-        f"{K}; {B * T:,} tokens a step; median and range of 5 rounds, and in brackets the price's "
+        f"{K}; {B * T:,} tokens a step; median and range of 3 rounds, and in brackets the price's "
         "ratio. Busiest device: by the plan for the timed step's own load, mean over layers.",
         "",
         *rows(record),
@@ -133,7 +133,7 @@ def main() -> None:
     """Probes the cluster, prices the variants, runs the cases, and writes the results."""
     with tempfile.TemporaryDirectory() as folder:
         setup = Setup("copies", HOSTS, DEVICES, RATE)
-        topology, _ = probe(setup, Path(folder) / "topology.json", quick=False)
+        topology, _ = probe(setup, Path(folder) / "topology.json", quick=True)
     facts = {"topology": topology, "prices": priced(topology)}
     record_cases("copies", map(case, CASES), page, __doc__ or "", more=facts)
 
