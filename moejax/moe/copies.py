@@ -50,18 +50,29 @@ def rings(layout: Layout, slots: int) -> list[np.ndarray]:
     """Returns the rings of each slot, [R, M]: a device sends to the next, the last to the first.
 
     Offsets inside a node and across nodes take turns, as long as there are any.
-
-    Raises:
-      ValueError: if there are fewer offsets than slots.
     """
     axes = layout.expert_owner_axes
-    nodes = layout.size(layout.between_nodes(axes))
-    device_SF = np.arange(layout.size(axes)).reshape(nodes, -1)
-    offsets = [(step, axis) for step in range(1, device_SF.size) for axis in (1, 0)]
-    possible = [one for one in offsets if one[0] < device_SF.shape[one[1]]]
-    if slots > len(possible):
-        raise ValueError(f"{slots} slots for {len(possible)} offsets: checks refuse it")
-    return [_cycles(np.roll(device_SF, -o, axis).reshape(-1)) for o, axis in possible[:slots]]
+    between = layout.between_nodes(axes)
+    device_SF = np.arange(layout.size(axes)).reshape(layout.size(between), -1)
+    return [
+        _cycles(np.roll(device_SF, -step, int(along != between)).reshape(-1))
+        for along, step in offsets(layout, slots)
+    ]
+
+
+def offsets(layout: Layout, slots: int) -> list[tuple[Axes, int]]:
+    """Returns along which mesh axes each slot's weights travel, and how many devices on.
+
+    Raises:
+      ValueError: if there are fewer than slots.
+    """
+    axes = layout.expert_owner_axes
+    both = layout.inside_node(axes), layout.between_nodes(axes)
+    steps = range(1, layout.size(axes))
+    found = [(along, step) for step in steps for along in both if step < layout.size(along)]
+    if slots > len(found):
+        raise ValueError(f"{slots} slots for {len(found)} offsets: checks refuse it")
+    return found[:slots]
 
 
 def _cycles(next_P: np.ndarray) -> np.ndarray:
@@ -158,9 +169,12 @@ def copy_hot(
     Args:
       weights: of this device's experts, gathered.
     """
-    rings_r = rings(layout, moe.slots)
-    copies = Copies(*(checkpoint_name(x, PLACES) for x in plan_copies(scaled(load_E), rings_r)))
-    return copies, add_copies(weights, copies, rings_r, layout.expert_owner_axes)
+    plan = plan_copies(scaled(load_E), rings(layout, moe.slots))
+    copies = Copies(*(checkpoint_name(x, PLACES) for x in plan))
+    here_r = copies.expert_Pr[wire.index(layout.expert_owner_axes)]
+    ways = tuple(offsets(layout, moe.slots))
+    held = jax.tree.map(lambda x_e: _with_copies(x_e, here_r, ways), weights)
+    return copies, jax.tree.map(lambda x: checkpoint_name(x, wire.WEIGHT_WIRE), held)
 
 
 def shared_anew(copies: Copies, load_E: Int[Array, " E"], moe: MoEConfig, layout: Layout) -> Copies:
@@ -255,38 +269,28 @@ def place_of(
     return jnp.where(is_dropped_NK, places, place_NK)
 
 
-def add_copies(
-    weights: ExpertWeights, copies: Copies, rings_r: list[np.ndarray], axes: Axes
-) -> ExpertWeights:
-    """Returns the weights of all places of this device; gradients of copies return to owners."""
-    here_r = copies.expert_Pr[wire.index(axes)]
-    pairs_r = tuple(
-        tuple(zip(*map(np.ndarray.tolist, _pair(ring_RM)), strict=True)) for ring_RM in rings_r
-    )
-    held = jax.tree.map(lambda x_e: _with_copies(x_e, here_r, pairs_r, axes), weights)
-    return jax.tree.map(lambda x: checkpoint_name(x, wire.WEIGHT_WIRE), held)
-
-
-def _pair(ring_RM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return ring_RM.reshape(-1), np.roll(ring_RM, -1, axis=1).reshape(-1)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _with_copies(x_e: jax.Array, here_r: jax.Array, pairs_r: Any, axes: Axes) -> jax.Array:
-    """Appends to this device's arrays those that others send it."""
-    sent = [wire.ppermute(x_e[here_r[j]], axes, pairs) for j, pairs in enumerate(pairs_r)]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _with_copies(
+    x_e: jax.Array, here_r: jax.Array, ways: tuple[tuple[Axes, int], ...]
+) -> jax.Array:
+    """Appends to this device's arrays those that others send it; gradients go back to them."""
+    sent = [_passed(x_e[here_r[j]], along, step) for j, (along, step) in enumerate(ways)]
     return jnp.concatenate([x_e, jnp.stack(sent)])
 
 
-def _with_copies_forward(x_e, here_r, pairs_r, axes):  # type: ignore[no-untyped-def]
-    return _with_copies(x_e, here_r, pairs_r, axes), here_r
+def _passed(x: jax.Array, along: Axes, step: int) -> jax.Array:
+    n = wire.size(along)
+    return wire.ppermute(x, along, [(device, (device + step) % n) for device in range(n)])
 
 
-def _with_copies_backward(pairs_r, axes, here_r, dy):  # type: ignore[no-untyped-def]
-    dx_e, copied_r = jnp.split(dy, [len(dy) - len(pairs_r)])
-    for j, pairs in enumerate(pairs_r):
-        back = wire.ppermute(copied_r[j], axes, [(there, here) for here, there in pairs])
-        dx_e = dx_e.at[here_r[j]].add(back)
+def _with_copies_forward(x_e, here_r, ways):  # type: ignore[no-untyped-def]
+    return _with_copies(x_e, here_r, ways), here_r
+
+
+def _with_copies_backward(ways, here_r, dy):  # type: ignore[no-untyped-def]
+    dx_e, copied_r = jnp.split(dy, [len(dy) - len(ways)])
+    for j, (along, step) in enumerate(ways):
+        dx_e = dx_e.at[here_r[j]].add(_passed(copied_r[j], along, -step))
     return dx_e, None
 
 
