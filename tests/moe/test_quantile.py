@@ -38,7 +38,7 @@ def next_bias(score_NE, bias_E, k, bins=BINS):
     return count_EQ, balanced_bias(count_EQ[None], bias_E[None], k=k)[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     E=st.sampled_from([3, 8, 64]),
     k=st.integers(1, 2),

@@ -46,7 +46,7 @@ def assert_near(got, wanted, before):
         np.testing.assert_allclose(g, w, atol=BINS_OFF * width)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", [pytest.param("softmax", marks=pytest.mark.slow), "sigmoid"])
 def test_one_device_takes_the_quantiles_of_all_micro_batches(monkeypatch, score):
     """Beside sorted scores, which the test takes from the router."""
     seen, route = [], router.route
@@ -70,7 +70,7 @@ def test_one_device_takes_the_quantiles_of_all_micro_batches(monkeypatch, score)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ((2, 2, 1, 2), {"train": {"micro_batches": 2}}),
+        pytest.param((2, 2, 1, 2), {"train": {"micro_batches": 2}}, marks=pytest.mark.slow),
         ((1, 2, 2, 2), {"activations": "replicated", "router": {**QUANTILES, "score": "sigmoid"}}),
     ],
 )
@@ -90,7 +90,8 @@ def test_every_mesh_takes_the_quantiles_of_one_device(mesh, changes):
         pytest.param(2, {"stage_chunks": 2, "num_layers": 4}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("keeps", ["input", pytest.param("residuals", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", ["input", "residuals"])
 def test_stages_take_the_quantiles_of_one_device(stages, model, keeps):
     axis = {"stage_keeps": keeps}
     cfg = config((1, 1, 2, 2), stages, 4, model=model, axis=axis, router=QUANTILES)
@@ -101,6 +102,7 @@ def test_stages_take_the_quantiles_of_one_device(stages, model, keeps):
     assert_near(got, wanted, before)
 
 
+@pytest.mark.slow
 def test_quantiles_take_one_collective_a_step_and_leave_gradients_as_they_are():
     """Of 3 layers x 8 experts x 100 bins, 4 bytes each."""
 
@@ -179,13 +181,14 @@ FORCED = {"forced": "balanced", "balance_loss": 0.0, "z_loss": 0.0}
     ("mesh", "changes"),
     [
         ((2, 2, 1, 2), {}),
-        (
+        pytest.param(
             (1, 2, 2, 2),
             {
                 "activations": "replicated",
                 "router": {**FORCED, "num_groups": 4, "groups_per_token": 2, "score": "sigmoid"},
                 "train": {"micro_batches": 2},
             },
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -200,6 +203,7 @@ def test_forced_loads_are_even_on_every_mesh_and_scores_are_trained(mesh, change
     assert all(np.any(g) for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_evaluation_and_sampling_of_a_forced_run_choose_by_scores():
     cfg = small_config(router=FORCED)
     free = dataclasses.replace(cfg.moe.router, forced="none")
