@@ -141,6 +141,7 @@ def test_a_prompt_alone_is_scored(served):
 def test_a_stop_string_ends_a_text_and_frees_its_slot(clear, stop, wanted, stream):
     """The first byte of a character never shows whether its last ones make the stop string."""
     clear.batch.log.clear()
+    clear.batch.pace = 0.02 if wanted is not None else 0.0  # else a busy machine cancels too late
     found = clear.openai.completions.create(
         model=NAME, prompt="x", max_tokens=100, stop=stop, logprobs=0, stream=stream
     )
