@@ -208,7 +208,7 @@ def cpu_seconds(pid):
     ],
 )
 def test_bad_input_is_one_line_before_a_device_is_touched(run, capsys, monkeypatch, words, said):
-    monkeypatch.setattr(command, "place", lambda *_: pytest.fail("a device was touched"))
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: pytest.fail("a device was touched"))
     (run / "key").write_text("s3cret\n")
     words = [str(run / "key") if word == "KEY" else word for word in words]
     assert command.main(["--run", str(run), *words]) == 2
