@@ -37,6 +37,8 @@ def changed(name, value, cfg=None):
 
 # What another value of a setting is, where it is not twice the number or the other truth.
 OTHER = {
+    "moe.slots": 1,
+    "moe.slots_from": "last",
     "model.layer_attention": ["full", "window", "full", "window"],
     "model.layer_mlps": ["experts", "dense", "experts", "experts"],
     "model.layers_before_stages": 1,
