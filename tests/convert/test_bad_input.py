@@ -153,6 +153,7 @@ def test_exports_of_what_is_not_there_or_damaged_are_refused(done, refused, mode
 def test_a_benchmark_with_forced_routing_is_not_exported(refused, tmp_path):
     path = tmp_path / "run/checkpoints/3"
     path.mkdir(parents=True)
+    (path / "weights").write_text("a manifest lists files")
     cfg = change(Config(), {"moe.router.forced": "balanced"})
     write_manifest(path, {"step": 3, "config": to_dict(cfg)})
     line = refused("export", tmp_path / "run", "--out", "exported")
