@@ -65,7 +65,7 @@ def sequences(kind: str, hosts: int) -> list[list[Told]]:
     random = np.random.default_rng(0)
     ids, tokens = 64, CALL[0] * CALL[1]
     each = EXPERTS // hosts
-    # Of a hot host's ids as many choose it as make its load twice the mean.
+    # So many ids choose the hot host that it gets twice the mean load.
     host_I = [
         np.where(np.arange(ids) < ids * 2 // hosts, 0, 1 + np.arange(ids) % max(1, hosts - 1))
         for _ in range(LAYERS)

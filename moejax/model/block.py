@@ -204,15 +204,17 @@ class Pattern(nnx.Module):
 
     def use_recorded(self, experts: Iterable[jax.Array]) -> None:
         """Sets `MoE.recorded` of each block with experts, in order."""
-        layers = [block.moe for block in self.blocks if block.moe is not None]
-        for layer, expert_BTK in zip(layers, experts, strict=True):
+        for layer, expert_BTK in zip(self._expert_layers, experts, strict=True):
             layer.recorded = RecordedExperts(expert_BTK)
 
     def use_load(self, loads: Iterable[jax.Array]) -> None:
         """Sets `MoE.known_load` of each block with experts, in order."""
-        layers = [block.moe for block in self.blocks if block.moe is not None]
-        for layer, load_E in zip(layers, loads, strict=True):
+        for layer, load_E in zip(self._expert_layers, loads, strict=True):
             layer.known_load = KnownLoad(load_E)
+
+    @property
+    def _expert_layers(self) -> list[MoE]:
+        return [block.moe for block in self.blocks if block.moe is not None]
 
     def __call__(
         self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles, noise: Noise | None

@@ -4,7 +4,7 @@ Per device, inside shard_map. Modules hold this device's shards of the parameter
 their dimensions are metadata (`dims`), from which `Layout` derives every sharding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,15 +76,9 @@ class Transformer(nnx.Module):
         Args:
           expert_BSLK: of all L layers with experts; -1 for all K: the layer chooses.
         """
-        expert_BTLK, first = context.own(expert_BSLK, self.spec.layout), 0
-        groups = layer_groups(self.cfg, stacked=self.spec.stacked)
-        for group, (kinds, repeats) in zip(self.groups, groups, strict=True):
-            count = sum(kind.mlp == "moe" for kind in kinds)
-            own_BTLK = expert_BTLK[:, :, first : first + repeats * count]
-            B, T, _, K = own_BTLK.shape
-            # The layers of a repeat, and the repeats that are scanned: B T R n K -> n R B T K
-            group.use_recorded(own_BTLK.reshape(B, T, repeats, count, K).transpose(3, 2, 0, 1, 4))
-            first += repeats * count
+        expert_BTLK = context.own(expert_BSLK, self.spec.layout)
+        for group, own_nRBTK in self._by_group(jnp.moveaxis(expert_BTLK, 2, 0)):
+            group.use_recorded(own_nRBTK)
 
     def use_load(self, load_LE: Int[Array, "L E"]) -> None:
         """Chooses experts for copies by an earlier load; the next call of this object does so.
@@ -92,15 +86,18 @@ class Transformer(nnx.Module):
         The module for multi-token prediction chooses by its own tokens.
 
         Args:
-          load_LE: of all L layers with experts, as in `Metrics`; those before stages alone if this
-            object runs no others.
+          load_LE: of all L layers with experts, as in `Metrics`.
         """
-        first = 0
-        groups = layer_groups(self.cfg, stacked=self.spec.stacked)
+        for group, own_nRE in self._by_group(load_LE):
+            group.use_load(own_nRE)
+
+    def _by_group(self, array_L: jax.Array) -> Iterator[tuple[Any, jax.Array]]:
+        """Yields each layer group and its layers' parts [n, R, ...]: n a repeat, R repeats."""
+        first, groups = 0, layer_groups(self.cfg, stacked=self.spec.stacked)
         for group, (kinds, repeats) in zip(self.groups, groups, strict=True):
             count = sum(kind.mlp == "moe" for kind in kinds)
-            own_LE = load_LE[first : first + repeats * count]
-            group.use_load(own_LE.reshape(repeats, count, -1).swapaxes(0, 1))
+            own_L = array_L[first : first + repeats * count]
+            yield group, own_L.reshape(repeats, count, *own_L.shape[1:]).swapaxes(0, 1)
             first += repeats * count
 
     def __call__(

@@ -168,6 +168,8 @@ class TrainStep:
             self.platform,
             codecs,
             stacked=self.spec.stacked,
+            gathered=self.layout.gathered,
+            tables=self.spec.tables,
             rounds=self.spec.rounds,
             documents=self.spec.documents,
         )

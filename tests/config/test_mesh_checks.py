@@ -132,3 +132,16 @@ def test_a_node_holds_whole_pieces_of_an_axis():
     changes = {"mesh.expert": 6, "mesh.tensor": 1, "mesh.replica": 2, "mesh.nodes": 3}
     sizes = {"moe.num_experts": 12, "train.batch_sequences": 48, "model.width": 96}
     assert "2 pieces of 2" in message_of(resolve, {**changes, **sizes}, devices=12)
+
+
+@pytest.mark.parametrize(("nodes", "slots", "most"), [(1, 3, 3), (2, 2, 2), (2, 3, 2), (4, 3, 3)])
+def test_each_slot_has_another_device_inside_a_node_or_across(nodes, slots, most):
+    """Four devices of experts: offsets 1 to 3 of one node, 1 inside and 1 across two, 3 across."""
+    values = {"mesh.expert": 4, "mesh.nodes": nodes, "moe.slots": slots}
+    cfg = from_dict({**values, "train.batch_sequences": 4})
+    if slots <= most:
+        assert resolve_mesh(cfg, 4, "cpu").moe.slots == slots
+    else:
+        said = message_of(lambda one: resolve_mesh(one, 4, "cpu"), cfg)
+        assert f"`moe.slots` = {slots} needs as many other devices" in said
+        assert f"There are {most}." in said

@@ -233,7 +233,10 @@ def copies_text(result: SearchResult, load: ExpertLoad) -> str | None:
 
     copied, plain = fastest(True), fastest(False)
     if copied is None:
-        return f"{said} No plan with copies of hot experts (`moe.slots`) was traced."
+        return (
+            f"{said} No plan with copies of hot experts (`moe.slots`) was traced: they take less "
+            f"than {LESS_BUSY:g} of the mean off it, it is fixed, or the traces were spent."
+        )
     slots, left = copied.cfg.moe.slots, busiest_device(load, copied.cfg)
     said += f" Copies in {slots} slot{'s' * (slots > 1)} a device, on their mesh: {left:.2f} x."
     if plain is None:

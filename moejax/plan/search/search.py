@@ -126,7 +126,7 @@ ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter befo
 FIRST = 4  # meshes traced before the best of them is refined
 OTHERS = 6  # meshes then traced with the best plan's settings, before chunks and again after
 CLEARLY = 0.85  # of the best estimate without pipeline stages: meshes with them below it are traced
-# Of the mean: copies of experts that take less off the busiest device are not tried.
+# Copies of experts are tried if they take this part of the mean off the busiest device.
 LESS_BUSY = 0.1
 SAME = 0.002  # relative difference below which two steps count as equal
 

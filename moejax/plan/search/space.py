@@ -196,7 +196,7 @@ def headrooms(cfg: Config, limits: Limits) -> Iterator[Config]:
 
 
 def slots(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Yields plans with copies of hot experts, planned for the step before or for each call."""
+    """Yields plans with copies of hot experts, chosen by the step before or by each call."""
     if cfg.model.has_experts and limits.free("moe.slots"):
         sources = ("last", "now") if limits.free("moe.slots_from") else (cfg.moe.slots_from,)
         both = [(r, source) for r in range(1, 4) for source in sources]

@@ -1,6 +1,6 @@
 """Loads of experts that are told from what is known of a batch's tokens before it runs.
 
-What is known of a token are numbers in the order of time: its id, or the first experts that it, or
+A token is known by a row of numbers in the order of time: its id, or the first experts that it, or
 the token before it, chose in early layers. Counts of the experts behind each row of numbers,
 learned from tokens that have run, tell the experts of others. A row that was seen too seldom gives
 way to its end alone: a shorter path, at last to no path, which is how popular experts are.

@@ -11,7 +11,14 @@ from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.layout.route import build_route
 from moejax.moe.sizes import usual_sizes
-from moejax.plan.price.routing import ExpertLoad, bucket_fills, fullest, read_expert_load, tokens_of
+from moejax.plan.price.routing import (
+    ExpertLoad,
+    bucket_fills,
+    busiest_device,
+    fullest,
+    read_expert_load,
+    tokens_of,
+)
 from tests.cases import small_config
 
 EVEN = read_expert_load("balanced", 8)
@@ -159,3 +166,16 @@ def test_what_is_no_routing_is_refused(text, said, tmp_path, monkeypatch):
     Path("routing.json").write_text(json.dumps({"load": [[1, 2, 3]]}))
     with pytest.raises(InputError, match=said):
         read_expert_load(text, 8)
+
+
+def test_copies_take_half_of_a_hot_expert_off_the_busiest_device():
+    """Two devices of four experts: 0.75 and 0.25 of the choices; 0.25 of expert 0 move."""
+    load = ExpertLoad("hot", ((0.6, 0.05, 0.05, 0.05, 0.1, 0.05, 0.05, 0.05),))
+    cfg = big((1, 1, 2, 1))
+    assert busiest_device(load, cfg) == pytest.approx(1.5)
+    copied = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, slots=1))
+    assert busiest_device(load, copied) == pytest.approx(1.0, abs=0.01)
+    ((_, plain),) = fills(cfg, load)
+    ((_, evened),) = fills(copied, load)
+    assert plain.rounds > 0
+    assert evened.rounds == 0

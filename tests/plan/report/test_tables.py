@@ -10,6 +10,7 @@ from rich.console import Console
 
 from moejax.config.fields import change, fields
 from moejax.plan.price.cost import SimulatedStep, Totals
+from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.report import tables
 from moejax.plan.report.tables import (
     AXES,
@@ -157,3 +158,21 @@ def test_a_table_of_one_large_product_is_doubted():
     assert "float32 begin at 1e+12 FLOPs" in text
     assert small_products(plan_of(simulated(product(1e6))), device) is None  # 7 % of the step
     assert small_products(plan_of(loop), cluster().device) is None
+
+
+def test_the_gain_of_copies_is_told_or_why_there_are_none():
+    """Two devices of experts, of which one gets 0.8 of the choices: 1.6 x the mean."""
+    load = ExpertLoad("hot", ((0.65, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05),))
+    plain, copied = pretend(2.0, mesh=(1, 1, 2, 1)), pretend(1.0, mesh=(1, 1, 2, 1))
+    copied.cfg = change(copied.cfg, {"moe.slots": 1})
+
+    def told(*ranked, load=load):
+        return tables.copies_text(SearchResult([*ranked], 9, 5, 1, 8 * GIB, 1.0), load)
+
+    assert told(plain, load=ExpertLoad("even", ((1 / 8,) * 8,))) is None
+    assert "gets 1.60 x the mean choices. No plan with copies" in told(plain)
+    assert told(copied, plain).endswith("The plan is 2.00 x as fast as the best without.")
+    slow = SimpleNamespace(**{**vars(copied), "seconds": 3.0})
+    said = told(plain, slow)
+    assert "Copies in 1 slot a device, on their mesh: 1.00 x." in said
+    assert said.endswith("The step would take 1.50 x as long: to send them costs more.")
