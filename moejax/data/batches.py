@@ -101,7 +101,7 @@ class Batches:
     def rows(self, position: int, start: int, stop: int) -> BatchRows:
         """Rows start .. stop - 1 of the global batch at a position (`data.skipped`)."""
         first = position * self.batch_sequences
-        windows = [self._order[first + row] for row in range(start, stop)]
+        windows: list[Any] = [self._order[first + row] for row in range(start, stop)]
         marked = zip(*(window[:3] for window in windows), strict=True)
         token_BU, target_BU, begin_BU = map(np.stack, marked)
         target_BT = np.where(target_BU[:, 1:], token_BU[:, 1:], -1)
