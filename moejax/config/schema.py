@@ -307,6 +307,27 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """Where a device keeps what it seldom needs: in its own memory, or in its host's."""
+
+    optimizer: str = setting(
+        "device",
+        "the optimizer's moments of matrices; host: a layer of them at a time is on the device",
+        choices=("device", "host"),
+    )
+    experts: str = setting(
+        "device",
+        "experts' weights and gradients; host: fetched a layer ahead (no stages, no adapters)",
+        choices=("device", "host"),
+    )
+    residuals: str = setting(
+        "device",
+        "what forward keeps for backward: the named values of model.remat, or what stages keep",
+        choices=("device", "host"),
+    )
+
+
+@dataclass(frozen=True)
 class CompressionConfig:
     """Codecs across nodes: none, bfloat16, int8, e4m3, e5m2, int4, or see config.compression."""
 
@@ -415,6 +436,7 @@ class Config:
     optimizer: OptimizerConfig = section(OptimizerConfig, "optimizer")
     lora: LoraConfig = section(LoraConfig, "low-rank adapters")
     train: TrainConfig = section(TrainConfig, "the loop")
+    memory: MemoryConfig = section(MemoryConfig, "memory of devices and hosts")
     compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     plan: PlanConfig = section(PlanConfig, "the planner")

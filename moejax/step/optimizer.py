@@ -17,8 +17,13 @@ from jax.sharding import PartitionSpec
 from optax import contrib
 
 from moejax.comm import wire
+from moejax.comm.host import is_on_host, to_device, to_host
 from moejax.config.schema import OptimizerConfig
 from moejax.layout.layout import Layout, is_product
+
+# Numbers of an array that come from the host's memory at a time: 64 MiB, which a link carries at its
+# full rate.
+PIECE = 2**24
 
 Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
@@ -51,12 +56,14 @@ class Optimizer:
       dims: letters of each parameter's dimensions, as a tree like the parameters.
       layouts: the layout of each parameter.
       num_steps: steps of the run, for the schedule.
+      host: whether moments of matrices lie in the host's memory.
     """
 
     cfg: OptimizerConfig
     dims: Tree
     layouts: Tree
     num_steps: int
+    host: bool = False
 
     def init(self, params: Tree) -> Tree:
         """Returns the first state: an optax state for each parameter."""
@@ -73,6 +80,18 @@ class Optimizer:
             )
 
         return jax.tree.map(spec_of, params, param_specs, state)
+
+    def on_host(self, params: Tree, state: Tree) -> Tree:
+        """Returns of each array of the state whether it lies in the host's memory.
+
+        Those are moments of matrices, where the config says so. The rest is small.
+        """
+
+        def one(param: Any, dims: str, state: Any) -> Any:
+            matrix = self.host and is_product(dims)
+            return jax.tree.map(lambda x: matrix and x.shape == param.shape, state)
+
+        return jax.tree.map(one, params, self.dims, state)
 
     def update(
         self, gradients: Tree, state: Tree, params: Tree, norm: jax.Array, finite: jax.Array
@@ -97,10 +116,12 @@ class Optimizer:
                 updated = (optax.apply_updates(param, updates), state)
                 return jax.tree.map(partial(jnp.where, finite), updated, old)
 
-            stacked = param.ndim > len(dims)
-            if stacked and self.cfg.name == "muon" and is_matrix(dims):
-                return _layer_by_layer(apply, gradient, (param, state))
-            return apply(gradient, (param, state))
+            old, muon = (param, state), self.cfg.name == "muon" and is_matrix(dims)
+            if muon and param.ndim > len(dims):
+                return _layer_by_layer(apply, gradient, old)
+            if any(map(is_on_host, jax.tree.leaves((gradient, old)))):
+                return _piece_by_piece(apply, gradient, old, whole=muon)
+            return apply(gradient, old)
 
         updated = jax.tree.map(update_one, gradients, self.dims, self.layouts, params, state)
         tree = jax.tree.structure(gradients)
@@ -133,6 +154,9 @@ class Optimizer:
 def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
     """Applies `apply` to each layer of stacked arrays, in place; counts are not stacked.
 
+    Layers that lie in the host's memory are on the device while it computes with them. One layer
+    goes before the next comes: a loop that fetches ahead holds the arrays twice on the host.
+
     The loop carries flat layers: otherwise XLA gives the full stack the layout that suits the
     products inside, and copies it before and after.
     """
@@ -140,15 +164,42 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
 
     def body(layer: jax.Array, now: Any) -> Any:
         def own(flat: jax.Array, array: jax.Array) -> jax.Array:
-            shape = array.shape[1:]
-            return index(flat, layer, keepdims=False).reshape(shape) if array.ndim else array
+            if not array.ndim:
+                return array
+            return to_device(index(flat, layer, keepdims=False)).reshape(array.shape[1:])
 
-        new = apply(index(gradient, layer, keepdims=False), jax.tree.map(own, now, state))
-        return jax.tree.map(lambda x, y: put(x, y.reshape(-1), layer, 0) if x.ndim else y, now, new)
+        def replaced(flat: jax.Array, new: jax.Array) -> jax.Array:
+            if not flat.ndim:
+                return new
+            new = to_host(new.reshape(-1)) if is_on_host(flat) else new.reshape(-1)
+            return put(flat, new, layer, 0)
+
+        new = apply(own(gradient, gradient), jax.tree.map(own, now, state))
+        return jax.tree.map(replaced, now, new)
 
     flat = jax.tree.map(lambda x: x.reshape(len(x), -1) if x.ndim else x, state)
     updated = jax.lax.fori_loop(0, len(gradient), body, flat)
     return jax.tree.map(lambda x, y: x.reshape(y.shape), updated, state)
+
+
+def _piece_by_piece(apply: Callable, gradient: jax.Array, state: Any, *, whole: bool) -> Any:
+    """Applies `apply` to pieces of arrays as `_layer_by_layer` does to layers.
+
+    Args:
+      whole: whether `apply` needs the array as it is; else it treats each number by itself.
+    """
+    count = 1 if whole else _pieces(gradient.size)
+
+    def cut(x: jax.Array) -> jax.Array:
+        return x.reshape(count, *(x.shape if whole else (-1,))) if x.ndim else x
+
+    updated = _layer_by_layer(apply, *jax.tree.map(cut, (gradient, state)))
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), updated, state)
+
+
+def _pieces(size: int) -> int:
+    """Returns the least number of equal pieces that have at most PIECE numbers."""
+    return next(n for n in range(-(-size // PIECE), size + 1) if size % n == 0)
 
 
 def is_matrix(dims: str) -> bool:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm.cpu import gloo
+from moejax.comm.host import is_on_host, on_host, zeros_on_host
 from moejax.comm.weights.path import reduction_hops
 from moejax.comm.weights.residuals import residual_shapes, residual_specs
 from moejax.config.compression import NO_CODECS, Codecs
@@ -155,7 +156,21 @@ class TrainStep:
     def _build(self, build: Callable[[], TrainState], abstract: TrainState) -> TrainState:
         # Runs once, so low optimization on CPU saves seconds of compilation.
         quick = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
-        return jax.jit(build, out_shardings=_shardings(abstract), compiler_options=quick)()
+        shapes, tree = jax.tree.flatten(abstract.optimizer)
+
+        def without_host_moments(state: TrainState) -> TrainState:
+            moments = zip(jax.tree.leaves(state.optimizer), shapes, strict=True)
+            return state._replace(optimizer=[x for x, shape in moments if not is_on_host(shape)])
+
+        made = jax.jit(
+            lambda: without_host_moments(build()),
+            out_shardings=_shardings(without_host_moments(abstract)),
+            compiler_options=quick,
+        )()
+        # Moments on the host may be more than the device holds, so they never are on it.
+        here = iter(made.optimizer)
+        moments = [zeros_on_host(shape) if is_on_host(shape) else next(here) for shape in shapes]
+        return made._replace(optimizer=jax.tree.unflatten(tree, moments))
 
     def at(self, codecs: Codecs) -> "TrainStep":
         """Returns the same run with other codecs, for the same state."""
@@ -314,7 +329,17 @@ def build_step(
         shapes,
         specs,
     )
-    return TrainStep(model, mesh, platform, abstract)
+    return TrainStep(model, mesh, platform, _placed(model, abstract))
+
+
+def _placed(model: ModelDef, state: TrainState) -> TrainState:
+    """Returns the state with the arrays in the host's memory that the config says."""
+
+    def place(x: jax.ShapeDtypeStruct, host: bool) -> jax.ShapeDtypeStruct:
+        return x.update(sharding=on_host(x.sharding)) if host else x
+
+    moments = _build_optimizer(model).on_host(state.params, state.optimizer)
+    return state._replace(optimizer=jax.tree.map(place, state.optimizer, moments))
 
 
 def _describe_state(
@@ -356,7 +381,8 @@ def _describe_state(
 
 
 def _build_optimizer(model: ModelDef) -> Optimizer:
-    return Optimizer(model.cfg.optimizer, model.dims, model.layouts, model.cfg.train.num_steps)
+    cfg, host = model.cfg, model.cfg.memory.optimizer == "host"
+    return Optimizer(cfg.optimizer, model.dims, model.layouts, cfg.train.num_steps, host)
 
 
 def _shardings(abstract: Tree) -> Tree:

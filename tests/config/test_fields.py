@@ -18,6 +18,7 @@ FIELD_NAMES = {
     ),
     "": "kernels route route_chunks route_chunks_backward route_trim run_dir",
     "lora": "alpha base_dtype rank targets",
+    "memory": "experts optimizer residuals",
     "mesh": (
         "activations context context_exchange context_stripe expert expert_weights fsdp "
         "gather_across gather_dense nodes platform replica schedule simulated_devices stage "

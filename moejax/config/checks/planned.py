@@ -27,7 +27,13 @@ REDUCTION = ("train.reduction_bytes", "mesh.gather_dense", "mesh.gather_across")
 STAGES = ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices")
 CHUNKS = "model.stage_chunks"  # each chunk is a layer group of the arrays
 # Settings that reorder or recompute the same sums.
-MEMORY = ("model.remat", "train.micro_batches")
+MEMORY = (
+    "model.remat",
+    "train.micro_batches",
+    "memory.optimizer",
+    "memory.experts",
+    "memory.residuals",
+)
 CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])
 CHOSEN = (*LAYOUT, *STAGES, CHUNKS, *EXCHANGE, *REDUCTION, *MEMORY, *CODECS)
 
