@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 
 # The memory from which devices copy without the processor's help: its pages cannot be swapped out.
 MEMORY_KIND = "pinned_host"
+# Numbers of an array that are on the way at a time: 64 MiB, which a link carries at its full rate.
+PIECE = 2**24
 
 
 def is_on_host(x: Any) -> bool:
@@ -29,6 +31,16 @@ def to_device(x: jax.Array) -> jax.Array:
 def to_host(x: jax.Array) -> jax.Array:
     """Returns an array in the host's memory; itself if it is there."""
     return x if is_on_host(x) else jax.device_put(x, jax.memory.Space.Host)
+
+
+def pieces(rows: int, size: int) -> int:
+    """Returns the least number of equal parts of rows that hold at most PIECE numbers each.
+
+    Args:
+      size: numbers of all rows. If one row has more than PIECE, a part is a row.
+    """
+    least = min(-(-size // PIECE), rows)
+    return next(n for n in range(least, rows + 1) if rows % n == 0)
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:

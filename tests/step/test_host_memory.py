@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.comm import host
 from moejax.comm.host import MEMORY_KIND
 from moejax.config.schema import MemoryConfig
 from moejax.layout.layout import is_product
-from moejax.step import optimizer
 from tests.cases import CERTAIN, on_nodes, place, random_batch, small_config, step_for
 
 CASES = {
@@ -33,7 +33,7 @@ def run(cfg, steps=2):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(optimizer, "PIECE", 64)
+    monkeypatch.setattr(host, "PIECE", 64)
 
 
 @pytest.mark.parametrize("name", CASES)
