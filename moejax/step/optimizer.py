@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from optax import contrib
 
 from moejax.comm import wire
-from moejax.comm.host import is_on_host, pieces, to_device, to_host
+from moejax.comm.host import is_on_host, pieces, sum_of_squares, to_device, to_host
 from moejax.config.schema import OptimizerConfig
 from moejax.layout.layout import Layout, is_product
 
@@ -205,7 +205,7 @@ def square_share(tree: Tree, dims: Tree, layouts: Tree) -> jax.Array:
         devices = layout.size(layout.mesh_axes)
         shards = layout.size(tuple(axis for axes in layout.param_axes(d) for axis in axes))
         # Replicas of a shard share its norm; powers of two divide exactly in float32.
-        return jnp.sum(jnp.square(x.astype(jnp.float32))) * (shards / devices)
+        return sum_of_squares(x) * (shards / devices)
 
     return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims, layouts))))
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import context, wire
+from moejax.comm.host import add as add_arrays
 from moejax.comm.weights.gather import empty_totals, gather_once
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.shard import attach
@@ -148,7 +149,7 @@ def _add_up(
             return loss(attach(state.params, totals=totals, last=False), index, rows)
 
         own = jax.grad(own_loss, has_aux=True)(totals)
-        return jax.tree.map(jnp.add, (totals, earlier), own), None
+        return jax.tree.map(add_arrays, (totals, earlier), own), None
 
     rest = jax.tree.map(lambda x: x[:-1], split_batch)
     indices = jnp.arange(model.cfg.train.micro_batches - 1)

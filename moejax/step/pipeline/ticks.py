@@ -135,7 +135,14 @@ class Ticks:
         return state
 
     def tick(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
-        """Runs tick t of a phase."""
+        """Runs tick t of a phase, while saved activations travel."""
+        following = self.backward_at(t + 1)
+        state = state._replace(slots=self.stage.begin_tick(state.slots, phase, following))
+        state = self.compute(state, t, phase)
+        return state._replace(slots=self.stage.end_tick(state.slots, phase, following))
+
+    def compute(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
+        """Computes what tick t of a phase has."""
         if phase.backward:
             leading = self.inputs.backward_at(
                 state.leading, state.input_gradient, t, boundary=phase.boundary
@@ -257,6 +264,12 @@ class Ticks:
         """Sends a gradient to the previous stage. Wire: all of the encoded array."""
         return self.gradient_link.to_previous(encoded, around=self.transfers.interleaved)
 
+    def backward_at(self, t: jax.Array) -> StageTask:
+        """Returns the task that runs backward at tick t."""
+        stages_after = self.staged.stages - 1 - self.staged.stage_index
+        n = t - self.schedule.first_backward - stages_after
+        return self.staged.task(n, self.schedule.section(n, backward=True))
+
     def backward_task(
         self, state: TickState, dy_BtD: jax.Array, t: jax.Array, phase: Phase
     ) -> tuple[StageTask, Gradients]:
@@ -265,13 +278,12 @@ class Ticks:
         Args:
           dy_BtD: output gradient from the next stage; the last stage has that of a loss step.
         """
-        stages_after, schedule = self.staged.stages - 1 - self.staged.stage_index, self.schedule
-        n = t - schedule.first_backward - stages_after
-        task = self.staged.task(n, schedule.section(n, backward=True))
+        task, schedule = self.backward_at(t), self.schedule
         if phase.boundary:
             slot = schedule.loss_slot(task.micro_batch, task.slice_index)
             loss_BtD = entry(state.loss_gradients, slot)
-            dy_BtD = jnp.where(stages_after == 0, loss_BtD, dy_BtD)
+            is_last = self.staged.stage_index == self.staged.stages - 1
+            dy_BtD = jnp.where(is_last, loss_BtD, dy_BtD)
         # Backward begins with the last slice, whose keys no later slice has attended to.
         is_last = task.slice_index == schedule.slices - 1
         past = [jnp.where(is_last, 0, x) for x in state.past]
