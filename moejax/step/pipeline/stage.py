@@ -25,7 +25,7 @@ A layer here is one repeat of a layer group. Letters: those of `layout.layout`; 
 layers, R = L / V those of one of its V virtual stages (`repeats`), S slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,8 +55,8 @@ class Slots(NamedTuple):
 
     saved: Arrays
     past: Arrays
-    distant: Arrays = []
-    coming: Arrays = []
+    distant: Sequence[jax.Array] = ()
+    coming: Sequence[jax.Array] = ()
     slot: jax.Array | None = None
 
 
@@ -289,7 +289,7 @@ class DistantStage(SavingStage):
 
     def begin_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
         """Sends the residuals of the last tick to the host, and those of the next tick back."""
-        distant, coming = slots.distant, []
+        distant, coming = slots.distant, ()
         put, get = lax.dynamic_update_index_in_dim, lax.dynamic_index_in_dim
         if phase.forward:
             pairs = zip(distant, slots.saved, strict=True)
@@ -307,7 +307,7 @@ class DistantStage(SavingStage):
             pairs = zip(slots.saved, slots.coming, strict=True)
             coming = [jnp.where(here, near[AHEAD], x) for near, x in pairs]
         saved = [x.at[BEHIND].set(y) for x, y in zip(slots.saved, coming, strict=True)]
-        return slots._replace(saved=saved, coming=[])
+        return slots._replace(saved=saved, coming=())
 
     def forward(self, slots: Slots, x_BtD: jax.Array, task: StageTask) -> Any:
         """As `SavingStage.forward`."""
