@@ -314,9 +314,8 @@ def test_a_published_dense_model_begins_with_the_loss_of_transformers(
     target_BT = np.concatenate([token_BT[:, 1:], np.full_like(token_BT[:, :1], -1)], axis=1)
     batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
     assert abs(loss(*begun(cfg), batch) - case["loss"]) < BOUND
-    write_tokens(Path("tokens.bin"))
-    one_step = {"train.num_steps": 1, "train.sample_tokens": 0, "plan": "hand"}
-    one_step |= {"data.train_files": "tokens.bin", "data.eval_files": "tokens.bin"}
+    files = {f"data.{part}_files": write_tokens(Path(f"{part}.bin")) for part in ("train", "eval")}
+    one_step = {"train.num_steps": 1, "train.sample_tokens": 0, "plan": "hand", **files}
     one_step |= {"optimizer.warmup_steps": 0, "mesh.replica": 8, "train.batch_sequences": 8}
     flags = [f"--config.{name}={value}" for name, value in one_step.items()]
     assert train(["--config", "out/config.json", *flags]) == 0

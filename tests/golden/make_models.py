@@ -68,7 +68,7 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 def record_choices(model: torch.nn.Module) -> list:
-    """Hooks the routers; the list gets each layer's logits and chosen experts, of dense ones none."""
+    """Hooks the routers; the list gets the logits and chosen experts of each layer with experts."""
     seen: list = []
 
     def hook(module, inputs, outputs):

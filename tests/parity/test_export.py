@@ -53,8 +53,9 @@ def models() -> list:
     for family, (mesh, route) in ROUTES.items():
         marks = () if family in ALWAYS else pytest.mark.exhaustive
         for name in cases_of(family):
-            on = (mesh, route) if name.startswith("even") else (ONE_DEVICE, {})
-            label = f"{family}-{on[1].get('route', 'one device' if on[0] == ONE_DEVICE else 'mesh')}"
+            even = name.startswith("even")
+            on = (mesh, route) if even else (ONE_DEVICE, {})
+            label = f"{family}-{route.get('route', 'mesh') if even else 'one device'}"
             found.append(pytest.param(family, name, *on, marks=marks, id=label))
     return found
 
