@@ -17,7 +17,6 @@ DEFAULTS = {
     "gpt-oss-120b": (),
     "GLM-4.5-Air": ("head_dim",),  # no default there
     "MiniMax-M2": (),
-    "Mistral-7B-v0.1": ("rms_norm_eps",),  # 1e-6 there; the file says 1e-5
 }
 SIZES = (
     "first_k_dense_replace",
