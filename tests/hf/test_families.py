@@ -171,6 +171,16 @@ REFUSED = [
         "must be one object",
     ),
     ("OLMoE-1B-7B", {"head_dim": 64}, "`head_dim` is 64. In this family"),
+    ("Llama-3.1-8B", {"hidden_size": 4097, "head_dim": 128}, "`hidden_size` is 4097. In this"),
+    ("Llama-3.1-8B", {"mlp_bias": True}, "`mlp_bias` is True"),
+    ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "dynamic"}}, "positions scale by 'dynamic'"),
+    (
+        "Mistral-7B-v0.1",
+        {"attention_bias": True},
+        "`attention_bias` is True, mistral computes False",
+    ),
+    ("Qwen2.5-0.5B", {"use_mrope": True}, "`use_mrope` is True"),
+    ("Qwen3-0.6B", {"num_experts": 8}, "`num_experts` = 8 is a key whose meaning for qwen3"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
     (
@@ -182,6 +192,8 @@ REFUSED = [
 # What a family has no key for: settings of a run, and what its export says.
 WITHOUT_KEY = [
     ("Qwen3-30B-A3B", {"model.moe_every": None}, "the model has no experts"),
+    ("Qwen3-0.6B", {"model.moe_every": 1}, "`model.moe_every` = 1"),
+    ("Llama-3.1-8B", {"model.sliding_window": 64}, "no key for `model.sliding_window` = 64"),
     ("DeepSeek-V3", {"moe.num_shared_experts": 0}, "`moe.num_shared_experts` is 0"),
     ("GLM-4.5", {"model.qk_norm": "full"}, "`model.qk_norm` is full"),
     ("Mixtral-8x7B", {"model.rope_width": 64}, "`model.rope_width` is 64, but here all channels"),
