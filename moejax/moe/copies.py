@@ -193,13 +193,17 @@ def spread(
 ) -> tuple[Int[Array, "N K"], MoEConfig]:
     """Returns the places of choices, and a config that has places for experts.
 
+    A capacity stays an expert's: each place may get as many rows, and buckets hold all places.
+
     Args:
       expert_NK: choices; `moe.num_experts`: dropped.
     """
-    places = num_places(moe, layout)
+    places, capacity = num_places(moe, layout), moe.capacity_factor
+    if capacity is not None:
+        capacity *= places / moe.num_experts
     placement = placement_of(copies, rings(layout, moe.slots), moe.num_experts)
     place_NK = place_of(expert_NK, placement, places=places)
-    return place_NK, dataclasses.replace(moe, num_experts=places)
+    return place_NK, dataclasses.replace(moe, num_experts=places, capacity_factor=capacity)
 
 
 def num_places(moe: MoEConfig, layout: Layout) -> int:

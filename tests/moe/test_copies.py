@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.config.schema import MeshConfig
+from moejax.config.schema import MeshConfig, MoEConfig
 from moejax.layout.layout import build_layout
+from moejax.layout.route import build_route
 from moejax.moe import copies
 from moejax.moe.copies import (
     SHARES,
@@ -24,6 +25,7 @@ from moejax.moe.copies import (
     rings,
     scaled,
 )
+from moejax.moe.sizes import usual_sizes
 from tests.cases import one_device_state, place, random_batch, skew, small_config, spread, step_for
 from tests.step.against_oracle import check_against_oracle
 
@@ -133,6 +135,16 @@ def test_choices_go_to_places_that_hold_their_expert_in_shares_of_the_plan(data)
         copied = sum(int(q) for e, q in zip(*(x[owner] for x in plan), strict=True) if e == own)
         at_home = np.sum(place_NK[:, 0] == owner * 5 + own)
         assert at_home == max(0, SHARES - copied)
+
+
+def test_a_capacity_is_of_experts_and_buckets_hold_those_of_all_places():
+    """16 tokens, two choices, 8 experts: four rows each from a device, so 12 for three places."""
+    layout = line(4)
+    moe = MoEConfig(num_experts=8, experts_per_token=2, capacity_factor=1.0, slots=1)
+    plan = Copies(jnp.zeros((4, 1), jnp.int32), jnp.full((4, 1), 128))
+    _, places = copies.spread(jnp.zeros((16, 2), jnp.int32), plan, moe, layout)
+    sizes = usual_sizes(build_route("split", layout), layout, places, tokens=16)
+    assert (sizes.rows, sizes.certain) == ((12,), True)
 
 
 HOT = ((0, 3.0), (3, 1.0))  # selection biases: expert 0 is in almost all choices
