@@ -137,6 +137,27 @@ def test_choices_go_to_places_that_hold_their_expert_in_shares_of_the_plan(data)
         assert at_home == max(0, SHARES - copied)
 
 
+@given(st.data())
+@hypothesis.settings(max_examples=20, deadline=None)
+def test_no_plan_of_three_slots_keeps_a_pair_of_eight_devices_in_its_bucket(data):
+    """All 128 tokens of one device choose one expert, which is then in four places at most.
+
+    So some device gets 32 of them or more. A bucket for 128 / 8 = 16 holds 1.25 times as many: 20.
+    """
+    rings_r, slots = rings(line(8), 3), st.lists(st.integers(0, SHARES), min_size=24, max_size=24)
+    expert_Pr, quota_Pr = np.zeros((8, 3), int), np.array(data.draw(slots)).reshape(8, 3)
+    placement = placement_of(Copies(expert_Pr, quota_Pr), rings_r, 8)
+    expert_NK = jnp.full((128, 1), data.draw(st.integers(0, 7)))
+    place_NK = np.asarray(place_of(expert_NK, placement, places=8 * 4))
+    assert np.bincount(place_NK[:, 0] // 4).max() >= 32
+
+
+def test_a_plan_sees_nothing_of_pairs_where_sums_are_even():
+    """Each of 8 devices sends its 128 tokens to one expert, of a device that no other chooses."""
+    plan = plan_copies(np.full(8, 128, np.int32), rings(line(8), 3), np)
+    assert (plan.quota_Pr == 0).all()
+
+
 def test_a_capacity_is_of_experts_and_buckets_hold_those_of_all_places():
     """16 tokens, two choices, 8 experts: four rows each from a device, so 12 for three places."""
     layout = line(4)
