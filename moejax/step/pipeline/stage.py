@@ -413,7 +413,7 @@ def _joined(parts: RouterParts) -> RouterParts:
         jnp.sum(parts.entropy),
         parts.load_LE.reshape(-1, parts.load_LE.shape[-1]),
         parts.uneven_L3.reshape(-1, 3),
-        jax.tree.map(lambda n: n.reshape(-1, *n.shape[2:]), parts.needed_LEQ),
+        *jax.tree.map(lambda n: n.reshape(-1, *n.shape[2:]), parts[4:]),
     )
 
 

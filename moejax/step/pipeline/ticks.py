@@ -182,7 +182,8 @@ class Ticks:
             shape = (count * counts.shape[0], *counts.shape[1:])
             return jax.ShapeDtypeStruct(shape, counts.dtype)
 
-        counts = {name: getattr(parts, name) for name in ("load_LE", "uneven_L3", "needed_LEQ")}
+        names = ("load_LE", "uneven_L3", "needed_LEQ", "replayed_L2")
+        counts = {name: getattr(parts, name) for name in names}
         parts = parts._replace(**jax.tree.map(every, counts))
         share_BtD, zero_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
         combined, link = self.schedule.combined, self.gradient_link
@@ -323,7 +324,7 @@ def _add_parts(state: TickState, parts: RouterParts | None, task: StageTask) -> 
         sums.entropy + jnp.where(task.valid, parts.entropy, 0),
         add_counts(sums.load_LE, parts.load_LE),
         add_counts(sums.uneven_L3, parts.uneven_L3),
-        jax.tree.map(add_counts, sums.needed_LEQ, parts.needed_LEQ),
+        *jax.tree.map(add_counts, sums[4:], parts[4:]),
     )
     return state._replace(router_parts=sums)
 
@@ -349,7 +350,12 @@ def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -
         parts += [head] if len(head) else []
         return jnp.concatenate(parts) if parts else leading
 
-    layers = end.router_parts
+    def replayed(parts: RouterParts) -> jax.Array:
+        if parts.replayed_L2 is not None:
+            return parts.replayed_L2
+        return jnp.zeros((len(parts.load_LE), 2), jnp.int32)
+
+    layers, is_replayed = end.router_parts, staged.local_batch.expert_BTLK is not None
     needed = [n for n in (leading.needed_LEQ, layers.needed_LEQ, head.needed_LEQ) if n is not None]
     return LossParts(
         end.head_parts.nll,
@@ -359,4 +365,5 @@ def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -
         join(leading.uneven_L3, layers.uneven_L3, head.uneven_L3),
         end.head_parts.ahead,
         jnp.concatenate(needed) if needed else None,
+        join(*map(replayed, (leading, layers, head))) if is_replayed else None,
     )
