@@ -37,6 +37,19 @@ def to_host(x: jax.Array) -> jax.Array:
     return x if is_on_host(x) else jax.device_put(x, jax.memory.Space.Host)
 
 
+def fetch_after(x: jax.Array, tree: Any) -> tuple[jax.Array, Any]:
+    """Returns both. What of the tree is on the host comes to the device after `x` is there.
+
+    Else a compiler may fetch the weights of all layers at a program's start.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    away = {index: leaf for index, leaf in enumerate(leaves) if is_on_host(leaf)}
+    if not away:
+        return x, tree
+    x, away = jax.lax.optimization_barrier((x, away))
+    return x, jax.tree.unflatten(structure, [away.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
 def pieces(rows: int, size: int) -> int:
     """Returns the least number of equal parts of rows that hold at most PIECE numbers each.
 

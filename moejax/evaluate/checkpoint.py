@@ -25,7 +25,7 @@ from moejax.step.train_step import TrainStep, by_scores
 
 # Settings of commands that only run the model; all others are for training.
 FORWARD = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
-FORWARD += ("train.batch_sequences", "checkpoint.init_from")
+FORWARD += ("memory.experts", "train.batch_sequences", "checkpoint.init_from")
 # Settings of an evaluation.
 READ = (*FORWARD, "data.eval_files", "data.sequence_length", "data.isolate_documents")
 READ += ("train.micro_batches",)

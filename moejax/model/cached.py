@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
+from moejax.comm.host import fetch_after
 from moejax.comm.weights.adapters import Weight
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import ModelConfig
@@ -109,9 +110,14 @@ def extend(
     table_vD = model.embedding.weights()[0]
     x_1tD = model.embedding.embed(token_RT.reshape(1, -1), table_vD)
     grown, chosen = [], []
-    for group, group_cache in zip(model.groups, cache, strict=True):
+    layers = [nnx.split(group) for group in model.groups]
+    for number, group_cache in enumerate(cache):
+        if number + 1 < len(layers):  # weights on the host come while the layer before computes
+            graph, following = layers[number + 1]
+            x_1tD, following = fetch_after(x_1tD, following)
+            layers[number + 1] = graph, following
         kept_blocks = []
-        for block, kept in zip(_only_repeat(group).blocks, group_cache, strict=True):
+        for block, kept in zip(_only_repeat(*layers[number]).blocks, group_cache, strict=True):
 
             def attend(attention: Any, h_1tD: jax.Array, kept: Any = kept) -> tuple[Any, Any]:
                 return attention.extend(h_1tD, kept, rows, angles)
@@ -138,9 +144,8 @@ def _loads(stats_L: list[MoEStats], layout: Layout) -> Loads:
     return Loads(all_LE[:, :-1], all_LE[:, -1], rounds_L)
 
 
-def _only_repeat(group: Pattern) -> Pattern:
-    """Returns a group's pattern with its weights of the only repeat."""
-    graph, stacked = nnx.split(group)
+def _only_repeat(graph: Any, stacked: Any) -> Pattern:
+    """Returns a group, of which `nnx.split` made these, with its weights of the only repeat."""
     return nnx.merge(graph, jax.tree.map(lambda w_1: w_1.squeeze(0), stacked))
 
 

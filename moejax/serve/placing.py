@@ -71,7 +71,8 @@ def place_weights(
 def _layouts(placed: PlacedModel, named: bool) -> Iterator[PlacedModel]:
     """Yields layouts in which calls gather less than in the given one."""
     cfg = placed.cfg
-    if cfg.mesh.fsdp * cfg.mesh.expert == 1:
+    # What comes from the host at each call comes in shards, and is gathered over faster links.
+    if cfg.mesh.fsdp * cfg.mesh.expert == 1 or cfg.memory.experts == "host":
         return
     yield placed._replace(gathered=True)
     merged = replace(cfg.mesh, fsdp=1, expert=cfg.mesh.fsdp * cfg.mesh.expert)

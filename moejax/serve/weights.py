@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from moejax.comm.host import to_device
 from moejax.comm.weights.adapters import Adapter
 from moejax.config.pattern import layer_groups
 from moejax.runtime.processes import ALONE, Processes
@@ -108,11 +109,11 @@ class Separator:
 
 
 def _cast(x: jax.Array, *, dtype: DTypeLike) -> jax.Array:
-    return x.astype(dtype)
+    return to_device(x).astype(dtype)
 
 
 def _layer(stacked: jax.Array, repeat: Any, *, dtype: DTypeLike) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(stacked, repeat, 1).astype(dtype)
+    return to_device(jax.lax.dynamic_slice_in_dim(stacked, repeat, 1)).astype(dtype)
 
 
 def _layer_of_stages(stacked: jax.Array, repeat: Any, *, dtype: DTypeLike) -> jax.Array:

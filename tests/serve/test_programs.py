@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.comm.host import is_on_host
 from moejax.comm.jaxprs import inner_jaxprs, opened
-from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
+from moejax.config.schema import LoraConfig, MemoryConfig, MeshConfig, RopeConfig
 from moejax.kernels.attention.cached_attention import KEYS
 from moejax.layout.route import ROUTES
 from moejax.moe.sizes import usual_sizes
@@ -15,6 +16,7 @@ from moejax.serve import programs as serve_programs
 from moejax.serve.batch import Batch, Request
 from moejax.serve.programs import LONG, SHORT, no_tokens
 from moejax.serve.samples import draw_samples
+from moejax.step.state import flat
 from tests.cases import CERTAIN, small_config, step_for
 from tests.hf.golden import cases_of, loaded
 from tests.serve.models import on_mesh, programs_for, random_state, weights_of
@@ -125,6 +127,22 @@ def test_devices_share_a_cache(monkeypatch, mesh, activations, model, context):
 def test_adapters_stay_beside_their_weights(mesh, model, targets):
     cfg = small_config(mesh, model=model, moe=CERTAIN)
     check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=targets)))
+
+
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("short_pieces")
+def test_experts_come_from_the_host_layer_by_layer(adapted):
+    """The forward pass beside it has them there too, stacked."""
+    cfg = small_config((1, 2, 2, 1), model=GROUPED | {"num_layers": 3}, moe=CERTAIN)
+    cfg = dataclasses.replace(cfg, memory=MemoryConfig(experts="host"))
+    if adapted:
+        cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=("moe.w_*", "*.w_q")))
+    check_cached(cfg)
+    programs = programs_for(cfg, 8, 8)
+    for step in (programs.stored, programs.train_step):
+        weights = step.abstract.frozen if adapted else step.abstract.params
+        away = {name.split(".")[-1] for name, x in flat(weights).items() if is_on_host(x)}
+        assert away == {"w_in", "w_out"}
 
 
 @pytest.mark.parametrize(

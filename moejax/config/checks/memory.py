@@ -24,6 +24,11 @@ def _check_experts(cfg: Config) -> None:
         "a step's start. Set memory.experts=device, or mesh.stage=1.",
     )
     require(
+        cfg.model.scan_layers,
+        f"{keep} `model.scan_layers` is false, so that nothing keeps them apart. Set "
+        "model.scan_layers=true, or memory.experts=device.",
+    )
+    require(
         cfg.mesh.gather_across != "step",
         f"{keep} `mesh.gather_across` is step, which gathers those of all layers at a step's "
         "start. Set mesh.gather_across=passes or use, or memory.experts=device.",
