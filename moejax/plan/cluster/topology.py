@@ -154,7 +154,7 @@ class Topology:
         """
         if self.host is None:
             raise InputError(
-                f"no plan with arrays in the host's memory. The topology {self.name} has no `host`. "
+                f"no plan with arrays in the host's memory. Topology {self.name} has no `host`. "
                 'Run moejax plan probe again, or add "host": {"to_device": BYTES_PER_S, '
                 '"from_device": BYTES_PER_S, "memory_bytes": BYTES_OF_A_NODE} to its file.'
             )

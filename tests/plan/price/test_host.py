@@ -8,8 +8,6 @@ from moejax.errors import InputError
 from moejax.plan.cluster.topology import Host
 from moejax.plan.price.cost import HOST_MEMORY, BucketFill, Costs, simulate_step
 from moejax.plan.trace.schedule import Op, Schedule
-from tests.cases import small_config
-from tests.plan.clusters import cluster
 from tests.plan.price.test_cost import costs
 from tests.plan.trace.test_host import LAYER, traced, update
 
