@@ -21,7 +21,8 @@ from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import SimulatedStep, alone
 from moejax.plan.price.routing import ExpertLoad, busiest_device
 from moejax.plan.price.terms import terms, tokens_per_second, why
-from moejax.plan.search.search import LESS_BUSY, MEMORY_SHARE, SAME, SearchResult, has_codecs
+from moejax.plan.search.fitting import MEMORY_SHARE
+from moejax.plan.search.search import LESS_BUSY, SAME, SearchResult, has_codecs
 from moejax.plan.search.space import RULES
 
 
@@ -139,7 +140,7 @@ def print_ranked(
         table.add_column(name, justify="right", no_wrap=True)
     rows, folded = shown_rows(result.ranked, max_rows)
     for name, plan in named_rows(rows, result):
-        fits = plan.peak.bytes <= result.memory_budget
+        fits = result.fits(plan)
         gib = f"{plan.peak.bytes / 2**30:.2f}" + "!" * (not fits)
         ratio = f"{plan.seconds / best.seconds:.2f}" if fits else "-"
         table.add_row(name, plan_text(plan.cfg), gib, f"{plan.seconds * 1e3:,.2f}", ratio)
