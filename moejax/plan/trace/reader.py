@@ -131,12 +131,7 @@ class _Reader:
             return self._on_host(eqn, operands, scope)
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
-        computed = {}
-        if name in EXPONENTIALS:
-            computed["exponentials"] = float(eqn.outvars[0].aval.size)
-        if name in REDUCTIONS:
-            computed["reduced"] = float(eqn.invars[0].aval.size)
-        return self._add("region", eqn, operands, scope, **computed)
+        return self._add("region", eqn, operands, scope, **_computed(eqn))
 
     def _add(
         self, kind: Any, eqn: Any, operands: list, scope: Scope, unread: float = 1.0, **cost: Any
@@ -271,6 +266,14 @@ class _Reader:
         )
         self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return list(written)
+
+
+def _computed(eqn: Any) -> dict[str, float]:
+    """Returns the values that an elementwise operation computes besides moving them."""
+    name = eqn.primitive.name
+    if name in EXPONENTIALS:
+        return {"exponentials": float(eqn.outvars[0].aval.size)}
+    return {"reduced": float(eqn.invars[0].aval.size)} if name in REDUCTIONS else {}
 
 
 def _works(jaxpr: Any) -> bool:
