@@ -45,8 +45,11 @@ def test_moments_on_the_host_change_no_bit(name):
     jax.tree.map(np.testing.assert_array_equal, state, wanted)
     jax.tree.map(np.testing.assert_array_equal, metrics, wanted_metrics)
     kinds = jax.tree.map(
-        lambda dims, moments: {x.sharding.memory_kind for x in jax.tree.leaves(moments) if x.ndim}
-        == {MEMORY_KIND if is_product(dims) else "device"},
-        step.dims, state.optimizer,
+        lambda dims, moments: (
+            {x.sharding.memory_kind for x in jax.tree.leaves(moments) if x.ndim}
+            == {MEMORY_KIND if is_product(dims) else "device"}
+        ),
+        step.dims,
+        state.optimizer,
     )
     assert all(jax.tree.leaves(kinds))
