@@ -186,12 +186,15 @@ def print_cluster(name: str, console: Console) -> None:
       InputError: if there is no such cluster.
     """
     known = load_topology(name)
-    for line in (
+    lines = [
         f"{name}: {known.nodes} x {known.tiers[0].size} {known.device.name}",
         f"links, GB/s of a device one way: {links_text(known)}",
         f"memory that a program may use: {known.device.memory_bytes / 2**30:.1f} GiB",
-        f"source: {known.source}",
-    ):
+    ]
+    if (host := known.host) is not None:
+        rates = f"{host.to_device / 1e9:.3g} GB/s to a device, {host.from_device / 1e9:.3g} back"
+        lines.append(f"memory of a node's host: {host.memory_bytes / 2**30:,.1f} GiB; {rates}")
+    for line in (*lines, f"source: {known.source}"):
         console.print(line, highlight=False, soft_wrap=True)
 
 
