@@ -7,6 +7,7 @@ import pytest
 from moejax.errors import InputError
 from moejax.plan.cluster.topology import Host
 from moejax.plan.price.cost import HOST_MEMORY, BucketFill, Costs, simulate_step
+from moejax.plan.price.sensitivity import changes
 from moejax.plan.trace.schedule import Op, Schedule
 from tests.plan.price.test_cost import costs
 from tests.plan.trace.test_host import LAYER, traced, update
@@ -70,3 +71,13 @@ def test_a_layer_of_moments_comes_is_updated_and_goes():
 def test_a_cluster_without_a_host_tier_has_no_price_for_a_copy():
     with pytest.raises(InputError, match=r"no `host`.*probe.*to_device"):
         simulate_step(Schedule((copy("to_device", 1),), ()), costs(nodes=1))
+
+
+def test_the_rate_of_copies_is_one_that_may_change():
+    one = with_host()
+    ops = (copy("to_device", 1e8 - 1e3), copy("from_device", 4e8 - 2e3, 0))
+    assert simulate_step(Schedule(ops, ()), one).seconds == pytest.approx(3.0)
+    assert "copies between host and device" not in changes(costs(nodes=1).topology)
+    faster = changes(one.topology)["copies between host and device"](2.0)
+    found = simulate_step(Schedule(ops, ()), Costs(faster, one.layout, one.fill))
+    assert found.seconds == pytest.approx(1.5, rel=1e-4)
