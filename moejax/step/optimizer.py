@@ -21,8 +21,8 @@ from moejax.comm.host import is_on_host, to_device, to_host
 from moejax.config.schema import OptimizerConfig
 from moejax.layout.layout import Layout, is_product
 
-# Numbers of an array that come from the host's memory at a time: 64 MiB, which a link carries at
-# its full rate.
+# Numbers of an array that come from the host's memory at a time: 64 MiB, which a link carries at its
+# full rate.
 PIECE = 2**24
 
 Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
