@@ -172,17 +172,19 @@ class _Reader:
 
     def _copies(self, eqn: Any, operands: list, scope: Scope) -> list[int | None]:
         """Adds a copy for each operand that changes its memory; others stay where they are."""
-        written = []
+        written: list[int | None] = []
         for value, before, after in zip(operands, eqn.invars, eqn.outvars, strict=True):
-            if value is None or _is_on_host(before) == _is_on_host(after):
+            away = _is_on_host(after)
+            if _is_on_host(before) == away or (value is None and not away):
                 written.append(value)
                 continue
-            written.append(self._new(after))
-            kind = "from_device" if _is_on_host(after) else "to_device"
-            op = Op(kind, *_labels(scope), bytes=_bytes(after.aval))
-            self.nodes.append(Node(op, _reads([value]), (written[-1],)))
-            if kind == "from_device":
-                self.sent.add(written[-1])
+            copy = self._new(after)
+            op = Op(
+                "from_device" if away else "to_device", *_labels(scope), bytes=_bytes(after.aval)
+            )
+            self.nodes.append(Node(op, _reads([value]), (copy,)))
+            self.sent.update([copy] if away else [])
+            written.append(copy)
         return written
 
     def _on_host(self, eqn: Any, operands: list, scope: Scope) -> Sequence[int | None]:

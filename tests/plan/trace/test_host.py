@@ -102,6 +102,14 @@ def test_what_forward_keeps_on_the_host_is_there_for_every_turn():
     assert found.host_temporary == 6 * LAYER
 
 
+def test_zeros_that_go_to_the_host_move():
+    def zeros(x):
+        return jax.lax.map(lambda _: to_host(jnp.zeros((32, 32))), jnp.arange(3)), x
+
+    schedule = traced(zeros, (4,))
+    assert copied(schedule) == (0, 3 * LAYER)
+
+
 def test_computing_on_the_host_is_no_part_of_a_step():
     with pytest.raises(NotImplementedError, match="add in the host's memory"):
         traced(lambda x, y: to_device(to_host(x) + y), (4,), (4,), on_host=(1,))
