@@ -39,6 +39,8 @@ def over_all(nodes: int, gather_across: str) -> list[str]:
 STAGES = ["mesh.stage=2", "mesh.fsdp=1", "mesh.expert=8", "model.remat=full"]
 STAGES += ["train.micro_batches=8"]
 COMBINED = [*STAGES, "mesh.schedule=combined_1f1b"]
+# With copies of hot experts: overflow rounds in the program, and none.
+ROUNDS = (["moe.slots=1"], ["moe.slots=1", "moe.capacity_factor=1.25"])
 # Config, nodes, settings that fit it to so many devices.
 CASES = (
     ("tiny", 1, []),
@@ -55,6 +57,8 @@ CASES = (
     ("olmoe_1b_7b", 2, STAGES),
     ("olmoe_1b_7b", 2, COMBINED),
     ("olmoe_1b_7b", 2, [*COMBINED, "moe.capacity_factor=1.25"]),
+    *(("olmoe_1b_7b", 2, [*COMBINED, *copies]) for copies in ROUNDS),
+    *(("olmoe_1b_7b", 1, ["route_chunks=4", *copies]) for copies in ROUNDS),
     *(("olmoe_1b_7b", nodes, over_all(nodes, across)) for nodes in (2, 8) for across in ACROSS),
 )
 
@@ -77,7 +81,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         "`.venv-aot/bin/python -m benchmarks.aot`",
         "",
         "Peak: of a device, which has 141 GiB. Hidden: of the all-to-alls that carry tokens, those",
-        "that enclose a matrix product, both ways; with 4 chunks 75 % is all but the ends.",
+        "that enclose a matrix product, both ways, and their number in a step for those of rows;",
+        "with 4 chunks 75 % is all but the ends.",
         "Reductions and gathers: the same share, of the bytes of gradients that are summed in the",
         "backward pass and of weights that are gathered. Beside: reductions in flight with an",
         "all-to-all on a link that both use. Nothing ran: order, not time.",
@@ -90,12 +95,25 @@ def to_markdown(result: dict[str, Any]) -> str:
         changed = ", ".join(f"`{setting}`" for setting in case["settings"])
         sizes = [case[name] / 2**30 for name in ("peak_bytes", "argument_bytes")]
         cells = [case["config"], str(case["nodes"]), changed, *(f"{size:.1f}" for size in sizes)]
-        cells += [f"{case['hidden_forward']:.0%}, {case['hidden_backward']:.0%}"]
+        hidden, sent = rows_hidden(case)
+        cells += [f"{case['hidden_forward']:.0%}, {case['hidden_backward']:.0%}; {hidden}/{sent}"]
         cells += [f"{case['hidden_reductions']:.0%}", str(case["reductions_beside_exchanges"])]
         cells += [f"{case['hidden_gathers']:.0%}"]
         lines.append("| " + " | ".join([*cells, f"{case['seconds']:.0f} s"]) + " |")
     lines += ["", f"Machine: {json.dumps(result['machine'])}, JAX {result['jax']}"]
     return "\n".join(lines) + "\n"
+
+
+def rows_hidden(case: dict[str, Any]) -> tuple[int, int]:
+    """All-to-alls of rows that enclose a product, and all of them; rows have most bytes."""
+    found: dict[str, list[int]] = {}
+    for one in case["collectives"]:
+        if one["kind"] == "all_to_all":
+            sums = found.setdefault(one["dtype"], [0, 0, 0])
+            for place, name in enumerate(("bytes", "enclose_a_product", "arrays")):
+                sums[place] += one[name]
+    _, hidden, sent = max(found.values(), default=[0, 0, 0])
+    return hidden, sent
 
 
 def write_cases(

@@ -22,6 +22,8 @@ class Parts(NamedTuple):
     nll: Any  # mean nats of the next token
     ahead: Any  # of the token after it; None without multi-token prediction
     load: Any  # assignments to each expert of each expert layer; None without experts
+    # By expert layer, the biases at which tokens choose experts [L, N, E]; None without quantiles.
+    needed: Any = None
 
 
 class Noise(NamedTuple):
@@ -55,7 +57,7 @@ def oracle_loss(params, router_bias, batch, cfg: Config, noise: Noise | None = N
     """
     model = cfg.model
     x = params["embedding"]["table"][batch.token_BT]
-    losses, loads, index = 0.0, [], 0
+    losses, loads, needed, index = 0.0, [], [], 0
     groups, all_biases = _groups(params, router_bias)
     for number, (group, biases) in enumerate(zip(groups, all_biases, strict=True)):
         for layer in range(_length(group)):
@@ -66,19 +68,24 @@ def oracle_loss(params, router_bias, batch, cfg: Config, noise: Noise | None = N
                 own = noise and noise.of(number, layer, place)
                 experts = _recorded(batch, len(loads)) if "moe" in weights else None
                 args = (weights, bias, x, batch.segment_BT, index, cfg, own, experts)
-                x, loss, load = _block(*args)
+                x, loss, load, own_needed = _block(*args)
                 losses, index = losses + loss, index + 1
                 loads += [] if load is None else [load]
+                needed += [own_needed]
     x = norm(x, params["norm"]["scale"], model.norm_epsilon)
     nll = _nll(params, x, batch.target_BT, cfg)
     total, ahead = nll, None
     if model.predict_ahead:
-        ahead, loss, load = _ahead(params, router_bias, x, batch, cfg, noise)
+        experts = _recorded(batch, len(loads))
+        ahead, loss, load, own_needed = _ahead(params, router_bias, x, batch, cfg, noise, experts)
         total = total + cfg.train.predict_ahead_loss * ahead
         losses += loss
         loads += [] if load is None else [load]
+        needed += [own_needed]
+    needed = [one for one in needed if one is not None]
     # Router losses are means over the expert layers.
-    parts = Parts(nll, ahead, jnp.stack(loads) if loads else None)
+    load_LE, needed_LNE = (jnp.stack(own) if own else None for own in (loads, needed))
+    parts = Parts(nll, ahead, load_LE, needed_LNE)
     return total + losses / max(len(loads), 1), parts
 
 
@@ -92,8 +99,8 @@ def _nll(params, x, target_BT, cfg: Config):
     return -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
 
 
-def _ahead(params, router_bias, h, batch, cfg: Config, noise):
-    """Multi-token prediction: its mean nats, its router losses and its experts' load."""
+def _ahead(params, router_bias, h, batch, cfg: Config, noise, experts):
+    """Multi-token prediction: its mean nats, and of its block what `_block` returns after x."""
     w, epsilon = params["predict_ahead"], cfg.model.norm_epsilon
     token, target, segment = map(jnp.asarray, (batch.token_BT, batch.target_BT, batch.segment_BT))
     same = segment[:, 1:] == segment[:, :-1]
@@ -107,9 +114,9 @@ def _ahead(params, router_bias, h, batch, cfg: Config, noise):
     bias = jax.tree.map(lambda a: a[0], biases["group"]["blocks"][0])
     own = noise and noise.of(len(params["groups"]), 0, 0)
     index = cfg.model.num_layers - 1
-    x, loss, load = _block(block, bias, x, batch.segment_BT, index, cfg, own)
+    x, *rest = _block(block, bias, x, batch.segment_BT, index, cfg, own, experts)
     x = norm(x, w["norm"]["scale"], epsilon)
-    return _nll(params, x, target, cfg), loss, load
+    return _nll(params, x, target, cfg), *rest
 
 
 def _groups(params, router_bias):
@@ -120,9 +127,10 @@ def _groups(params, router_bias):
 
 def _recorded(batch, layer: int):
     """The experts recorded in a layer, counted among those with experts; None if tokens choose."""
-    if getattr(batch, "expert_BTLK", None) is None:
+    expert_BTLK = getattr(batch, "expert_BTLK", None)
+    if expert_BTLK is None or layer >= expert_BTLK.shape[2]:
         return None
-    expert_BTK = batch.expert_BTLK[:, :, layer]
+    expert_BTK = expert_BTLK[:, :, layer]
     return expert_BTK.reshape(-1, expert_BTK.shape[-1])
 
 
@@ -135,7 +143,7 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
     attended = norm(x, w["attention_norm"]["scale"], epsilon)
     x = x + attend(w["attention"], attended, segments, index, cfg)
     h = norm(x, w["mlp_norm"]["scale"], epsilon)
-    loss, load = 0.0, None
+    loss, load, needed = 0.0, None, None
     if "moe" in w:
         B, T, D = h.shape
         moe = cfg.moe
@@ -154,13 +162,23 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
         if moe.router.balance_over == "sequence":
             chosen_NE = mark_best(logit_NE, moe.experts_per_token)
         loss = _router_losses(logit_NE, chosen_NE, B, cfg)
+        if moe.router.quantile_bins is not None:
+            needed = _needed(logit_NE, args[1], cfg)
     if "mlp" in w:
         y = gated(h @ w["mlp"]["w_in"][:, 0], h @ w["mlp"]["w_in"][:, 1], cfg.model.clamp)
         y = y @ w["mlp"]["w_out"]
         if "shared_gate" in w:
             y = y / (1 + jnp.exp(-jnp.sum(h * w["shared_gate"], axis=-1, keepdims=True)))
         x = x + y
-    return x, loss, load
+    return x, loss, load, needed
+
+
+def _needed(logit_NE, bias_E, cfg: Config):
+    """The bias from which on each expert is among the best of each token."""
+    sigmoid = cfg.moe.router.score == "sigmoid"
+    score_NE = jax.nn.sigmoid(logit_NE) if sigmoid else jax.nn.softmax(logit_NE)
+    ordered_NE = jnp.sort(score_NE + bias_E, axis=1)
+    return jax.lax.stop_gradient(ordered_NE[:, [-1 - cfg.moe.experts_per_token]] - score_NE)
 
 
 def _router_losses(logit_NE, chosen_NE, B, cfg: Config):

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moejax.comm.host import is_on_host, pieces, to_device
+
 # Factors of MurmurHash3's and xxHash's finalizers, and 2^32 over the golden ratio. All are odd.
 SPREAD, FIRST, SECOND, THIRD = (
     np.uint32(n) for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
@@ -134,20 +136,36 @@ def _sums(x: jax.Array, facts: jax.Array, *, sharding: NamedSharding, dims: int)
     shape, mesh = x.shape, sharding.mesh
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
+    def sums_of(x: jax.Array, first: jax.Array, facts: jax.Array) -> jax.Array:
+        inside = range(dims, x.ndim)
+        position_R = jnp.full(x.shape[dims:], first, jnp.uint32)
+        for axis in inside:
+            place = jax.lax.broadcasted_iota(jnp.uint32, position_R.shape, axis - dims)
+            # Modulo 2^32, like the sums.
+            stride = np.uint32(strides[axis] & 0xFFFFFFFF)
+            position_R += (place + facts[0, 1 + axis]) * stride
+        words = mixed(_bits(x), position_R)
+        sums = jax.lax.reduce(
+            words, (ZERO, ZERO), lambda a, b: (a[0] + b[0], a[1] + b[1]), tuple(inside)
+        )
+        return jnp.stack(sums, axis=-1)
+
+    def by_rows(x: jax.Array, facts: jax.Array) -> jax.Array:
+        """The same for an array on the host, of which some rows at a time are on the device."""
+        rows = 1 if dims else len(x) // pieces(len(x), x.size)
+        split = x.reshape(-1, rows, *x.shape[1:])
+
+        def of_rows(index: jax.Array) -> jax.Array:
+            own = to_device(jax.lax.dynamic_index_in_dim(split, index, keepdims=False))
+            behind = 0 if dims else strides[0] * rows & 0xFFFFFFFF
+            return sums_of(own, index.astype(jnp.uint32) * np.uint32(behind), facts)
+
+        sums = jax.lax.map(of_rows, jnp.arange(len(split)))
+        return sums.reshape(*x.shape[:dims], 2) if dims else jnp.sum(sums, axis=0, dtype=jnp.uint32)
+
     def of_device(x: jax.Array, facts: jax.Array) -> jax.Array:
         def add_up() -> jax.Array:
-            inside = range(dims, x.ndim)
-            position_R = jnp.zeros(x.shape[dims:], jnp.uint32)
-            for axis in inside:
-                place = jax.lax.broadcasted_iota(jnp.uint32, position_R.shape, axis - dims)
-                # Modulo 2^32, like the sums.
-                stride = np.uint32(strides[axis] & 0xFFFFFFFF)
-                position_R += (place + facts[0, 1 + axis]) * stride
-            words = mixed(_bits(x), position_R)
-            sums = jax.lax.reduce(
-                words, (ZERO, ZERO), lambda a, b: (a[0] + b[0], a[1] + b[1]), tuple(inside)
-            )
-            return jnp.stack(sums, axis=-1)
+            return by_rows(x, facts) if is_on_host(x) else sums_of(x, jnp.uint32(0), facts)
 
         none = jnp.zeros((*x.shape[:dims], 2), jnp.uint32)
         return jax.lax.cond(facts[0, 0] > 0, add_up, lambda: none)[None]

@@ -33,6 +33,8 @@ class StepSpec:
     # Whether overflow rounds compute anything. False only where a step is traced to be priced for
     # a routing that overflows no bucket: it must not run.
     rounds: bool = True
+    # Values that remat policies keep go to the host's memory; slots of stages are not among them.
+    residuals_on_host: bool = False
     # Share of the pairs of positions that lie inside a document, for the price of attention alone.
     documents: float = 1.0
     # Optimization barriers after the steps of the token pipeline, for compilers that order the

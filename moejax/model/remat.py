@@ -1,11 +1,14 @@
 """Remat policies of a repeat of blocks, and the order in which backward reduces gradients."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.comm import wire
+from moejax.comm.host import MEMORY_KIND
 from moejax.comm.weights.shard import attach, detach, without
 from moejax.kernels.attention.attention import keep_attended
 from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
@@ -33,10 +36,48 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 def remat_policy(remat: str, spec: StepSpec) -> Callable | None:
     """Returns the remat policy of a repeat, for `model.remat` and the gathers of weights."""
     policy = REMAT_POLICIES[remat]
+    if policy and spec.residuals_on_host:
+        policy = _on_host(policy)
     if spec.gather_across != "passes":
         return policy
     kept = jax.checkpoint_policies.save_only_these_names(wire.NODE_WIRE)
-    return jax.checkpoint_policies.save_from_both_policies(policy, kept) if policy else kept
+    return _either(policy, kept) if policy else kept
+
+
+def _either(first: Callable, second: Callable) -> Callable:
+    """Returns the policy that keeps what either keeps, where the first says."""
+
+    def policy(primitive: Any, *where: Any, **params: Any) -> Any:
+        return first(primitive, *where, **params) or second(primitive, *where, **params)
+
+    return policy
+
+
+def _on_host(policy: Callable) -> Callable:
+    """Returns the policy that keeps the same values in the host's memory, but for places."""
+
+    def kept(primitive: Any, *where: Any, **params: Any) -> Any:
+        if not policy(primitive, *where, **params):
+            return False
+        return params.get("name") == PLACES or _host()
+
+    return kept
+
+
+@functools.cache
+def _host() -> Any:
+    """Returns what policies return for a value that goes to the host.
+
+    JAX makes it for named values alone, and results of attention on GPUs have no name.
+    """
+    named = jax.make_jaxpr(lambda x: checkpoint_name(x, ATTENDED))(0.0).eqns[0]
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[ATTENDED],
+        offload_src="device",
+        offload_dst=MEMORY_KIND,
+    )
+    return policy(named.primitive, name=ATTENDED)
 
 
 def in_turn(repeat: Callable, x_BtD: jax.Array, scanned: tuple[jax.Array, Any]) -> Any:

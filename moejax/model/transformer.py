@@ -139,6 +139,9 @@ class Transformer(nnx.Module):
             ahead_BTD = enter_tensor(module.norm(x_BtD), layout)
         x_BTD = enter_tensor(hidden.h_BtD, layout)
         stats = hidden.stats + ([] if own_stats is None else [own_stats])
+        if own_stats is not None and hidden.stats and hidden.stats[0].replayed_2 is not None:
+            none = jnp.zeros_like(hidden.stats[0].replayed_2, shape=(1, 2))
+            stats[-1] = own_stats._replace(replayed_2=none)
         return Ahead(x_BTD, hidden.weights[1], _joined(stats), ahead_BTD)
 
     def before_stages(

@@ -33,7 +33,10 @@ from moejax.moe.router import count_load
 
 SHARES = 256  # a copy takes a number of 256 tokens
 CANDIDATES = 32  # target loads that are tried for a ring
+LEAST = 10  # a slot is used if it takes one of so many parts of the mean off the fullest device
 STRIDE = 157  # odd, about 0.61 of 256: neighbouring tokens take shares far apart
+
+Way = tuple[Axes, int]  # along which mesh axes, and how many devices on
 
 
 class Copies(NamedTuple):
@@ -60,7 +63,7 @@ def rings(layout: Layout, slots: int) -> list[np.ndarray]:
     ]
 
 
-def offsets(layout: Layout, slots: int) -> list[tuple[Axes, int]]:
+def offsets(layout: Layout, slots: int) -> list[Way]:
     """Returns along which mesh axes each slot's weights travel, and how many devices on.
 
     Raises:
@@ -116,6 +119,9 @@ def plan_copies(
         quota_P = wanted_P * SHARES // xp.maximum(1, whole_P)
         sent_P = whole_P * quota_P // SHARES
         before_P = np.roll(ring_RM, 1, axis=1).reshape(-1)[back_P]
+        gain = xp.max(total_P) - xp.max(total_P - sent_P + sent_P[before_P])
+        is_used = gain > xp.sum(total_P, dtype=xp.int32) // (P * LEAST)
+        quota_P, sent_P = (xp.where(is_used, x, 0) for x in (quota_P, sent_P))
         total_P = total_P - sent_P + sent_P[before_P]
         rest_Pe = rest_Pe - xp.where(is_hot_Pe, sent_P[:, None], 0)
         plan.append((hot_P, quota_P))
@@ -164,7 +170,8 @@ def copy_hot(
 ) -> tuple[Copies, ExpertWeights]:
     """Plans copies for a load. Returns the plan, and the weights of all places of this device.
 
-    Wire: a permutation of one expert's weights for each slot.
+    Wire: a permutation of one expert's weights for each slot, and with `now` none for a slot that
+    the plan leaves unused.
 
     Args:
       weights: of this device's experts, gathered.
@@ -172,9 +179,23 @@ def copy_hot(
     plan = plan_copies(scaled(load_E), rings(layout, moe.slots))
     copies = Copies(*(checkpoint_name(x, PLACES) for x in plan))
     here_r = copies.expert_Pr[wire.index(layout.expert_owner_axes)]
+    is_used_r = _used(copies, moe, layout)
     ways = tuple(offsets(layout, moe.slots))
-    held = jax.tree.map(lambda x_e: _with_copies(x_e, here_r, ways), weights)
-    return copies, jax.tree.map(lambda x: checkpoint_name(x, wire.WEIGHT_WIRE), held)
+    return copies, jax.tree.map(lambda x_e: _with_copies(x_e, here_r, is_used_r, ways), weights)
+
+
+def _used(copies: Copies, moe: MoEConfig, layout: Layout) -> jax.Array | None:
+    """Returns which slots any device needs, the same on all: one permutation has them all.
+
+    None for all slots: with `last`, as nothing inside a branch would travel beside attention; with
+    stages, which are at different layers. Wire: r integers over axes that share no choices.
+    """
+    if moe.slots_from == "last" or layout.stacked:
+        return None
+    shared = layout.expert + layout.tensor  # `load_of`
+    others = tuple(axis for axis in layout.mesh_axes if axis not in shared)
+    used_r = jnp.any(copies.quota_Pr > 0, axis=0).astype(jnp.int32)
+    return checkpoint_name(wire.all_max(used_r, others) > 0, PLACES)
 
 
 def shared_anew(copies: Copies, load_E: Int[Array, " E"], moe: MoEConfig, layout: Layout) -> Copies:
@@ -199,7 +220,18 @@ def spread(
     places = num_places(moe, layout)
     placement = placement_of(copies, rings(layout, moe.slots), moe.num_experts)
     place_NK = place_of(expert_NK, placement, places=places)
-    return place_NK, dataclasses.replace(moe, num_experts=places)
+    return place_NK, of_places(moe, places)
+
+
+def of_places(moe: MoEConfig, places: int) -> MoEConfig:
+    """Returns a config that has places for experts.
+
+    A capacity stays an expert's: each place may get as many rows, and buckets hold all places.
+    """
+    capacity = moe.capacity_factor
+    if capacity is not None:
+        capacity *= places / moe.num_experts
+    return dataclasses.replace(moe, num_experts=places, capacity_factor=capacity)
 
 
 def num_places(moe: MoEConfig, layout: Layout) -> int:
@@ -269,29 +301,47 @@ def place_of(
     return jnp.where(is_dropped_NK, places, place_NK)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _with_copies(
-    x_e: jax.Array, here_r: jax.Array, ways: tuple[tuple[Axes, int], ...]
+    x_e: jax.Array, here_r: jax.Array, is_used_r: jax.Array | None, ways: tuple[Way, ...]
 ) -> jax.Array:
-    """Appends to this device's arrays those that others send it; gradients go back to them."""
-    sent = [_passed(x_e[here_r[j]], along, step) for j, (along, step) in enumerate(ways)]
-    return jnp.concatenate([x_e, jnp.stack(sent)])
+    """Appends to this device's arrays those that others send it; gradients go back to them.
+
+    Args:
+      is_used_r: whether a slot's arrays are needed, the same on all devices; None: all.
+    """
+    sent = [_passed(x_e[here_r[j]], j, is_used_r, way) for j, way in enumerate(ways)]
+    # Where remat keeps weights it keeps these alone, and puts them beside the others again.
+    return jnp.concatenate([x_e, checkpoint_name(jnp.stack(sent), wire.WEIGHT_WIRE)])
 
 
-def _passed(x: jax.Array, along: Axes, step: int) -> jax.Array:
+def _passed(
+    x: jax.Array, slot: int, is_used_r: jax.Array | None, way: Way, *, back: bool = False
+) -> jax.Array:
+    """Sends x along a slot's way, or back; for an unused slot returns zeros."""
+    along, step = way
     n = wire.size(along)
-    return wire.ppermute(x, along, [(device, (device + step) % n) for device in range(n)])
+    pairs = [(device, (device + (-step if back else step)) % n) for device in range(n)]
+
+    def send(x: jax.Array) -> jax.Array:
+        return wire.ppermute(x, along, pairs)
+
+    if is_used_r is None:
+        return send(x)
+    # Prices read the branch for False.
+    return jax.lax.cond(~is_used_r[slot], jnp.zeros_like, send, x)
 
 
-def _with_copies_forward(x_e, here_r, ways):  # type: ignore[no-untyped-def]
-    return _with_copies(x_e, here_r, ways), here_r
+def _with_copies_forward(x_e, here_r, is_used_r, ways):  # type: ignore[no-untyped-def]
+    return _with_copies(x_e, here_r, is_used_r, ways), (here_r, is_used_r)
 
 
-def _with_copies_backward(ways, here_r, dy):  # type: ignore[no-untyped-def]
+def _with_copies_backward(ways, saved, dy):  # type: ignore[no-untyped-def]
+    here_r, is_used_r = saved
     dx_e, copied_r = jnp.split(dy, [len(dy) - len(ways)])
-    for j, (along, step) in enumerate(ways):
-        dx_e = dx_e.at[here_r[j]].add(_passed(copied_r[j], along, -step))
-    return dx_e, None
+    for j, way in enumerate(ways):
+        dx_e = dx_e.at[here_r[j]].add(_passed(copied_r[j], j, is_used_r, way, back=True))
+    return dx_e, None, None
 
 
 _with_copies.defvjp(_with_copies_forward, _with_copies_backward)

@@ -100,6 +100,7 @@ class MoEStats(NamedTuple):
     entropy: Float[Array, ""]  # this device's share of the scores' entropy (`router.entropy`)
     expert_NK: Int[Array, "N K"] | None = None  # choices, where `is_token_BT` is given
     needed_EQ: Int[Array, "E Q"] | None = None  # `quantile.count_needed`, with quantile balancing
+    replayed_2: Int[Array, " 2"] | None = None  # `router.count_replayed`, with recorded experts
 
 
 class MoEWeights(NamedTuple):
@@ -280,6 +281,10 @@ class MoE(nnx.Module):
         overflowed = jnp.sum(overflow.over_NK, dtype=jnp.int32)
         counts = dropped, overflowed, overflow.rounds
         stats = MoEStats(load_E, counted_SE, score_SE, z, *counts, entropy)
+        if self.recorded is not None and routing.own_NK is not None:
+            given_BtK = own_positions(self.recorded[...], self.spec.layout)
+            given_NK = given_BtK.reshape(routing.own_NK.shape)
+            stats = stats._replace(replayed_2=router.count_replayed(routing.own_NK, given_NK))
         if cfg.quantile_bins is None or routing.cut_N1 is None:
             return stats
         needed = routing.score_NE, routing.cut_N1, self.bias[...], cfg.quantile_bins

@@ -29,6 +29,7 @@ class Routing(NamedTuple):
     score_NE: Float[Array, "N E"]
     # The largest score plus bias that was not chosen; None without quantile balancing.
     cut_N1: Float[Array, "N 1"] | None = None
+    own_NK: Int[Array, "N K"] | None = None  # the router's choice, where experts are given
 
 
 def route(
@@ -62,6 +63,7 @@ def route(
     else:
         best, expert_NK = jax.lax.top_k(biased_NE, k + 1)
         cut_N1, expert_NK = best[:, k:], expert_NK[:, :k]
+    own_NK = None if given_NK is None else expert_NK
     if given_NK is not None:
         # Scores that are finite are not negative. XLA cannot know, so a choice that is replaced
         # still takes its time.
@@ -72,7 +74,7 @@ def route(
     if cfg.renormalize:
         # 1e-20 keeps a token whose sigmoid scores all underflow finite (DeepSeek-V3 uses the same).
         weight_NK = weight_NK / (jnp.sum(weight_NK, axis=-1, keepdims=True) + 1e-20)
-    return Routing(expert_NK, weight_NK * cfg.weight_scale, score_NE, cut_N1)
+    return Routing(expert_NK, weight_NK * cfg.weight_scale, score_NE, cut_N1, own_NK)
 
 
 def choose_in_turn(
@@ -115,6 +117,12 @@ def _allowed(biased_NE: jax.Array, cfg: RouterConfig) -> jax.Array:
 def count_load(expert_NK: Int[Array, "N K"], num_experts: int) -> Int[Array, " E"]:
     """Assignments to each expert on this device."""
     return jnp.sum(expert_NK.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+
+
+def count_replayed(own_NK: Int[Array, "N K"], given_NK: Int[Array, "N K"]) -> Int[Array, " 2"]:
+    """Counts the given choices that the router makes too, and all given ones; -1 is none."""
+    agrees_NK = jnp.any(given_NK[:, :, None] == own_NK[:, None], axis=2)
+    return jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (agrees_NK, given_NK >= 0)])
 
 
 def balance_terms(

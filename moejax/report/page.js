@@ -294,6 +294,7 @@ const SPEED = [
 const ROUTING = [
   { name: "balance", title: "Load-balance loss (1 is even)" },
   { name: "router_entropy", title: "Router entropy (1: it tells no experts apart)" },
+  { name: "routing_agreement", title: "Recorded choices that the router makes too", format: percent },
   { name: "busiest_expert", title: "Busiest expert over the mean, worst layer", format: (v) => `${round(v, 3)} x` },
   { name: "rounds", title: "Overflow rounds in a step", exact: true, none: "No bucket overflowed.", say: (run) => roundCost(run.round_cost) },
   { name: "dropped", title: "Assignments dropped in a step", exact: true, none: "None were dropped." },

@@ -104,7 +104,13 @@ class _Text:
 
 
 class Batch:
-    """The texts in the slots of programs, and the requests that wait for one."""
+    """The texts in the slots of programs, and the requests that wait for one.
+
+    Attributes:
+      count: is given the loads of each call, with slots for experts.
+      follow: is given the weights and the logits of a call that runs; returns the weights for the
+        next call. None: weights stay.
+    """
 
     def __init__(
         self,
@@ -112,14 +118,11 @@ class Batch:
         state: TrainState,
         processes: Processes = ALONE,
         count: Callable[[Loads], None] | None = None,
+        follow: Callable[[TrainState, jax.Array], TrainState] | None = None,
     ):
-        """Takes weights as the programs take them; allocates the cache.
-
-        Args:
-          count: is given the loads of each call, with slots for experts.
-        """
+        """Takes weights as the programs take them; allocates the cache."""
         self._programs, self._state, self._processes = programs, state, processes
-        self._count = count
+        self.count, self.follow = count, follow
         self._cache = programs.empty_cache()
         self._waiting: deque[_Text] = deque()
         self._texts: dict[int, _Text] = {}  # of the slots
@@ -238,10 +241,12 @@ class Batch:
         else:
             call = programs.extend(every, routing)
             logits, self._cache, *more = self._call(call, *arguments)
+        if self.follow is not None:  # the host plans while the devices run
+            self._state = self.follow(self._state, logits)
         if programs.expert_slots:
             loads = more.pop(0)
-            if self._count is not None:
-                self._count(jax.device_get(_here(loads)))
+            if self.count is not None:
+                self.count(jax.device_get(_here(loads)))
         for expert_RTLK in jax.device_get(_here(more)):
             self._keep_routing(placed, tokens, expert_RTLK)
         for row, text in placed.items():

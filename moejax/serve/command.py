@@ -16,8 +16,10 @@ from moejax.screen import screen
 from moejax.serve.batch import Batch, Request
 from moejax.serve.flags import (
     add_checkpoint,
+    add_expert_slots,
     add_settings,
     add_tokenizer,
+    check_expert_slots,
     choose_model,
     load_model,
 )
@@ -77,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add("--stream", action="store_true", help="print the text of --prompt while it grows")
     add("--json", action="store_true", help="print one JSON object")
     add("--routing", metavar="FILE", help="write the experts of each token (.npz)")
+    add_expert_slots(command)
     add_tokenizer(command)
     add_settings(command)
     return command
@@ -91,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
         sampling.check()
         _check_flags(args)
+        check_expert_slots(args)
         checked_stops(args.stop)
         with join() as processes:
             _run(args, sampling, overrides, processes)
@@ -143,9 +147,12 @@ def _run(
         "slots": min(len(requests), cfg.train.batch_sequences),
         "positions": max(len(request.ids) + request.tokens for request in requests),
         "allowed": vocabulary.allowed,
+        "expert_slots": args.expert_slots,
     }
-    programs, state = load_model(chosen, processes, console, **form)
+    programs, state, places = load_model(chosen, processes, console, **form)
     batch = Batch(programs, state, processes)
+    if places is not None:
+        batch.count, batch.follow = places.count, places.follow
     samples, seconds = _draw(requests, batch, vocabulary, args.stop, shown)
     if processes.first and args.routing is not None:
         layers = [n for n, kind in enumerate(block_kinds(cfg.model)) if kind.mlp == "moe"]

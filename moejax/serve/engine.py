@@ -121,7 +121,8 @@ class Engine:
             `model.dtype=float32`. Those of a run in memory leave its devices as they are.
           processes: the program's, if several read a checkpoint together.
           expert_slots: further experts that each device has room for: see `place_experts`.
-          follow_load: whether it is called before each batch of texts.
+          follow_load: whether it is called before each batch of texts, and experts move between two
+            steps of a batch too: each layer's at most every 64 steps.
         Raises:
           InputError: if there is no whole checkpoint, a setting does not fit it, or the copy does
             not fit beside the state.
@@ -410,8 +411,17 @@ class Engine:
             self.place_experts()
         state, longest = self._weights, max(len(one.ids) + one.tokens for one in requests)
         programs = self._programs(longest, len(requests), allowed)
-        count = None if self._places is None else self._places.count
-        return Batch(programs, state, self._processes, count)
+        batch = Batch(programs, state, self._processes)
+        if self._places is not None:
+            batch.count = self._places.count
+            batch.follow = self._follow if self._follow_load else None
+        return batch
+
+    def _follow(self, state: TrainState, running: jax.Array) -> TrainState:
+        """Returns the weights for the next call of a batch: see `Places.follow`."""
+        assert self._places is not None, "without slots nothing is followed"
+        self._state = self._places.follow(state, running)
+        return self._state
 
     def _encoded(
         self, prompts: Sequence[Prompt], vocabulary: Vocabulary | None, tokens: int

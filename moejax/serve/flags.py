@@ -4,8 +4,10 @@ import argparse
 
 from rich.console import Console
 
+from moejax.errors import InputError
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
 from moejax.runtime.processes import Processes
+from moejax.serve.experts.places import STEPS, Places
 from moejax.serve.placing import check_overrides, place, place_weights
 from moejax.serve.programs import Programs
 from moejax.step.state import TrainState
@@ -28,6 +30,38 @@ def add_tokenizer(command: argparse.ArgumentParser) -> None:
     add("--chat-template", metavar="FILE", help="a Jinja template (default: the model's)")
 
 
+def add_expert_slots(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of `Engine(expert_slots=, follow_load=)`."""
+    add = command.add_argument
+    slots = "room for R further experts on each device that owns some (default: 0)"
+    add("--expert-slots", type=int, default=0, metavar="R", help=slots)
+    follow = "move hot experts to these slots while texts are written; texts stay the same"
+    add("--follow-load", action="store_true", help=follow)
+
+
+def check_expert_slots(args: argparse.Namespace) -> None:
+    """Checks these flags.
+
+    Raises:
+      InputError: if they are out of range, or one has no effect without the other.
+    """
+    if args.expert_slots < 0:
+        raise InputError(
+            f"`--expert-slots` is out of range. Got {args.expert_slots}. It is at least 0. "
+            f"Change it."
+        )
+    if args.follow_load and not args.expert_slots:
+        raise InputError(
+            "`--follow-load` has no effect without `--expert-slots`. Hot experts go to slots. Add "
+            "--expert-slots 1, or leave it out."
+        )
+    if args.expert_slots and not args.follow_load:
+        raise InputError(
+            "`--expert-slots` has no effect without `--follow-load`. Slots would stay empty. Add "
+            "--follow-load, or leave it out."
+        )
+
+
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Adds the flags that every command ends with."""
     add = command.add_argument
@@ -39,10 +73,15 @@ def choose_model(args: argparse.Namespace, overrides: list[str], processes: Proc
     """Returns the checkpoint that the flags name, before a device is touched.
 
     Raises:
-      InputError: if there is none, or a setting does not fit it.
+      InputError: if there is none, or a setting or a flag does not fit it.
     """
     check_overrides(overrides)
     chosen = choose(args.run, args.step, overrides, processes, FORWARD)
+    if args.expert_slots and not chosen.cfg.model.has_experts:
+        raise InputError(
+            f"`--expert-slots` has no effect. Got {args.expert_slots}. The model has no experts. "
+            f"Leave it out."
+        )
     check_simulated_devices(chosen.cfg)
     check_same_config(chosen.cfg, processes)
     return chosen
@@ -50,14 +89,16 @@ def choose_model(args: argparse.Namespace, overrides: list[str], processes: Proc
 
 def load_model(
     chosen: Chosen, processes: Processes, console: Console, **form: int
-) -> tuple[Programs, TrainState]:
-    """Starts the devices. Returns the compiled functions and the weights of a checkpoint.
+) -> tuple[Programs, TrainState, Places | None]:
+    """Starts the devices. Returns the compiled functions, weights, and places with slots for them.
+
+    Experts are at home, and programs that move them are compiled.
 
     Args:
       console: is told where weights lie, if there are several devices.
-      form: slots, positions and allowed ids, as of `build_programs`.
+      form: slots, positions, allowed ids and slots for experts, as of `build_programs`.
     Raises:
-      InputError: if devices have no room for the weights and the cache.
+      InputError: if devices have no room for the weights and the cache, or one owns all experts.
     """
     placed, named = place(chosen, processes), chosen.names_mesh
     placed, programs = place_weights(placed, processes, named=named, **form)
@@ -65,6 +106,16 @@ def load_model(
         axes = ", ".join(f"{axis} {size}" for axis, size in placed.mesh.shape.items() if size > 1)
         gathers = "no call gathers" if placed.gathered else "each call gathers"
         console.print(f"mesh: {axes}; {gathers} weights", highlight=False)
+    places = Places(programs, processes) if programs.expert_slots else None
     beside = programs.bytes_beside_weights()
     check_memory(programs.train_step, processes, gradients=False, beside=beside)
-    return programs, programs.take(read_weights(chosen, programs.stored, processes), processes)
+    state = programs.take(read_weights(chosen, programs.stored, processes), processes)
+    if places is not None:
+        console.print(
+            f"experts: slots on each device: {programs.expert_slots}; hot ones move there, a "
+            f"layer's at most every {STEPS} steps",
+            highlight=False,
+            soft_wrap=True,
+        )
+        state = places.compile_moves(places.at_home(state))
+    return programs, state, places

@@ -208,12 +208,17 @@ class Programs:
     def bytes_beside_weights(self) -> int:
         """Returns the bytes that a device holds beside the weights.
 
-        They are the cache, or before it the largest stack of layers, from which parts are cut.
+        They are the cache and, with slots for experts, a layer that moves; or before them the
+        largest stack of layers, from which parts are cut.
         """
         stacks = (self.stored.abstract.params, self.stored.abstract.frozen)
         largest = max(map(local_bytes, jax.tree.leaves(stacks)))
-        cfg = self.train_step.cfg.model
-        return max(cached.cache_bytes(self._cache_shapes, cfg, self._layout), largest)
+        cache = cached.cache_bytes(self._cache_shapes, self.train_step.cfg.model, self._layout)
+        if self.expert_slots:
+            held = self.train_step.abstract
+            layers = [(held.frozen or {}).get("groups", {}), held.params.get("groups", {})]
+            cache += max(local_bytes(one) for own in layers for one in own.values())
+        return max(cache, largest)
 
     def _run(
         self, state: TrainState, tokens: NewTokens, cache: cached.Cache, every: bool, routing: bool

@@ -37,6 +37,8 @@ class LossParts(NamedTuple):
     ahead: Float[Array, ""] | None = None
     # `MoEStats.needed_EQ` of this device's layers and tokens, yet to be summed; None without.
     needed_LEQ: Int[Array, "L E Q"] | None = None
+    # `MoEStats.replayed_2` of each expert layer, over all devices; None without recorded experts.
+    replayed_L2: Int[Array, "L 2"] | None = None
 
 
 class AheadTargets(NamedTuple):
@@ -94,29 +96,33 @@ def next_token_loss(
     if stats is None:
         load_LE, uneven_L3 = jnp.zeros((0, 1), jnp.int32), jnp.zeros((0, 3), jnp.int32)
         return loss, LossParts(nll, jnp.zeros(()), jnp.zeros(()), load_LE, uneven_L3, ahead_nll)
-    router_loss, balance, load_LE, uneven_L3 = router_losses(stats, moe, layout)
+    router_loss, balance, load_LE, uneven_L3, replayed_L2 = router_losses(stats, moe, layout)
     entropy = jnp.mean(stats.entropy) / micro_batches
-    parts = LossParts(
-        nll, balance / micro_batches, entropy, load_LE, uneven_L3, ahead_nll, stats.needed_EQ
-    )
+    balance, counted = balance / micro_batches, (stats.needed_EQ, replayed_L2)
+    parts = LossParts(nll, balance, entropy, load_LE, uneven_L3, ahead_nll, *counted)
     return loss + router_loss / micro_batches, parts
 
 
-def router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
+def router_losses(
+    stats: MoEStats, moe: MoEConfig, layout: Layout
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Returns shares of the weighted and the mean balance loss, and all devices' counts.
 
     Both losses are means over the expert layers, as in megablocks, so that a coefficient does not
     depend on the number of layers; `transformers` pools the layers instead.
 
-    Wire: the counts of all layers in one sum, L * (E + 3) int32 over all devices; for balance per
-    sequence also L * S * E over context and tensor.
+    Wire: the counts of all layers in one sum, L * (E + 3) int32 over all devices, with recorded
+    experts L * (E + 5); for balance per sequence also L * S * E over context and tensor.
     """
     cfg = moe.router
     # All devices have as many rounds: one of them counts.
     rounds_L = jnp.where(wire.index(layout.mesh_axes) == 0, stats.rounds, 0)
     uneven_L3 = jnp.stack([stats.dropped, stats.overflowed, rounds_L], axis=1)
-    counts = wire.all_reduce(jnp.concatenate([stats.load_E, uneven_L3], axis=1), layout.mesh_axes)
-    load_LE, uneven_L3 = counts[:, :-3], counts[:, -3:]
+    replayed_L2, E = stats.replayed_2, stats.load_E.shape[1]
+    own = [stats.load_E, uneven_L3, *([] if replayed_L2 is None else [replayed_L2])]
+    counts = wire.all_reduce(jnp.concatenate(own, axis=1), layout.mesh_axes)
+    load_LE, uneven_L3 = counts[:, :E], counts[:, E : E + 3]
+    replayed_L2 = None if replayed_L2 is None else counts[:, E + 3 :]
     if cfg.balance_over == "batch":
         counted_LSE = load_LE[:, None]
     else:
@@ -124,7 +130,7 @@ def router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.
     k = moe.experts_per_token
     balance = jnp.mean(balance_loss(counted_LSE, stats.score_SE, cfg, k=k, layout=layout))
     loss = cfg.balance_loss * balance + cfg.z_loss * jnp.mean(stats.z)
-    return loss, balance, load_LE, uneven_L3
+    return loss, balance, load_LE, uneven_L3, replayed_L2
 
 
 def sum_nll(

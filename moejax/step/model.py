@@ -171,6 +171,7 @@ def build_spec(
         sliced_attention=chosen.get("sliced_attention", "blocked"),
         stacked=stacked,
         rounds=rounds,
+        residuals_on_host=cfg.memory.residuals == "host" and cfg.mesh.stage == 1,
         documents=documents,
         tables=tables,
         logit_elements=2**21 if platform == "cpu" else 2**27,

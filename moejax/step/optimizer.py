@@ -17,13 +17,9 @@ from jax.sharding import PartitionSpec
 from optax import contrib
 
 from moejax.comm import wire
-from moejax.comm.host import is_on_host, to_device, to_host
+from moejax.comm.host import is_on_host, pieces, sum_of_squares, to_device, to_host
 from moejax.config.schema import OptimizerConfig
 from moejax.layout.layout import Layout, is_product
-
-# Numbers of an array that come from the host's memory at a time: 64 MiB, which a link carries at its
-# full rate.
-PIECE = 2**24
 
 Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
@@ -188,18 +184,13 @@ def _piece_by_piece(apply: Callable, gradient: jax.Array, state: Any, *, whole: 
     Args:
       whole: whether `apply` needs the array as it is; else it treats each number by itself.
     """
-    count = 1 if whole else _pieces(gradient.size)
+    count = 1 if whole else pieces(gradient.size, gradient.size)
 
     def cut(x: jax.Array) -> jax.Array:
         return x.reshape(count, *(x.shape if whole else (-1,))) if x.ndim else x
 
     updated = _layer_by_layer(apply, *jax.tree.map(cut, (gradient, state)))
     return jax.tree.map(lambda x, y: x.reshape(y.shape), updated, state)
-
-
-def _pieces(size: int) -> int:
-    """Returns the least number of equal pieces that have at most PIECE numbers."""
-    return next(n for n in range(-(-size // PIECE), size + 1) if size % n == 0)
 
 
 def is_matrix(dims: str) -> bool:
@@ -214,7 +205,7 @@ def square_share(tree: Tree, dims: Tree, layouts: Tree) -> jax.Array:
         devices = layout.size(layout.mesh_axes)
         shards = layout.size(tuple(axis for axes in layout.param_axes(d) for axis in axes))
         # Replicas of a shard share its norm; powers of two divide exactly in float32.
-        return jnp.sum(jnp.square(x.astype(jnp.float32))) * (shards / devices)
+        return sum_of_squares(x) * (shards / devices)
 
     return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims, layouts))))
 

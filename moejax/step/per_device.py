@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import context, wire
+from moejax.comm.host import add as add_arrays
 from moejax.comm.weights.gather import empty_totals, gather_once
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.shard import attach
@@ -75,6 +76,7 @@ def train_step(
         skipped=skipped,
         ahead=loss_parts.ahead,
         has_targets=jnp.stack(targets) > 0,
+        replayed_L2=loss_parts.replayed_L2,
     )
 
 
@@ -148,25 +150,30 @@ def _add_up(
             return loss(attach(state.params, totals=totals, last=False), index, rows)
 
         own = jax.grad(own_loss, has_aux=True)(totals)
-        return jax.tree.map(jnp.add, (totals, earlier), own), None
+        return jax.tree.map(add_arrays, (totals, earlier), own), None
 
     rest = jax.tree.map(lambda x: x[:-1], split_batch)
     indices = jnp.arange(model.cfg.train.micro_batches - 1)
     totals = empty_totals(state.params, model.dims, model.spec)
-    none = _no_parts(state, model.cfg)
+    none = _no_parts(state, model.cfg, recorded=rest.expert_BTLK is not None)
     (totals, earlier), _ = jax.lax.scan(add, (totals, none), (indices, rest))
     return totals, earlier
 
 
-def _no_parts(state: TrainState, cfg: Config) -> LossParts:
-    """Zeros to which the parts of micro-batches' losses are added."""
+def _no_parts(state: TrainState, cfg: Config, *, recorded: bool) -> LossParts:
+    """Zeros to which the parts of micro-batches' losses are added.
+
+    Args:
+      recorded: whether experts are.
+    """
     biases = jax.tree.leaves(state.router_bias)  # [L, E] of each layer group with experts
     L, E = sum(map(len, biases)), biases[0].shape[1] if biases else 1
     zero = jnp.zeros((), jnp.float32)
     load_LE, uneven_L3 = jnp.zeros((L, E), jnp.int32), jnp.zeros((L, 3), jnp.int32)
     ahead, bins = zero if cfg.model.predict_ahead else None, cfg.moe.router.quantile_bins
     needed_LEQ = None if bins is None else jnp.zeros((L, E, bins), jnp.int32)
-    return LossParts(zero, zero, zero, load_LE, uneven_L3, ahead, needed_LEQ)
+    replayed_L2 = jnp.zeros((L, 2), jnp.int32) if recorded else None
+    return LossParts(zero, zero, zero, load_LE, uneven_L3, ahead, needed_LEQ, replayed_L2)
 
 
 def _loss_of(

@@ -56,3 +56,6 @@ class Metrics(NamedTuple):
     ahead: Leaf = None  # nats per target of `model.predict_ahead`; None without
     # bool [1] or [2]: whether there were targets of `loss`, and of `ahead`; None: there were.
     has_targets: Leaf = None
+    # By expert layer, of the recorded choices those that the router makes too, and all; None
+    # without recorded experts.
+    replayed_L2: Leaf = None

@@ -21,7 +21,7 @@ from moejax.comm.weights.residuals import residual_shapes, residual_specs
 from moejax.config.compression import NO_CODECS, Codecs
 from moejax.config.fields import change
 from moejax.config.schema import Config
-from moejax.layout.layout import Layout
+from moejax.layout.layout import Layout, is_product
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
 from moejax.step import forward
@@ -160,21 +160,25 @@ class TrainStep:
     def _build(self, build: Callable[[], TrainState], abstract: TrainState) -> TrainState:
         # Runs once, so low optimization on CPU saves seconds of compilation.
         quick = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
-        shapes, tree = jax.tree.flatten(abstract.optimizer)
+        found, tree = jax.tree_util.tree_flatten_with_path(abstract)
+        shapes = [shape for _, shape in found]
 
-        def without_host_moments(state: TrainState) -> TrainState:
-            moments = zip(jax.tree.leaves(state.optimizer), shapes, strict=True)
-            return state._replace(optimizer=[x for x, shape in moments if not is_on_host(shape)])
+        def made(indices: list[int]) -> dict[int, jax.Array]:
+            def some() -> dict[int, jax.Array]:
+                leaves = jax.tree.leaves(build())
+                return {index: leaves[index] for index in indices}
 
-        made = jax.jit(
-            lambda: without_host_moments(build()),
-            out_shardings=_shardings(without_host_moments(abstract)),
-            compiler_options=quick,
-        )()
-        # Moments on the host may be more than the device holds, so they never are on it.
-        here = iter(made.optimizer)
-        moments = [zeros_on_host(shape) if is_on_host(shape) else next(here) for shape in shapes]
-        return made._replace(optimizer=jax.tree.unflatten(tree, moments))
+            shardings = {index: shapes[index].sharding for index in indices}
+            return jax.jit(some, out_shardings=shardings, compiler_options=quick)()
+
+        arrays = made([index for index, shape in enumerate(shapes) if not is_on_host(shape)])
+        # A device may not hold all that is on its host: moments, which begin as zeros, never are
+        # on it, and weights one at a time.
+        for index, (path, shape) in enumerate(found):
+            if is_on_host(shape):
+                zero = path[0] == jax.tree_util.GetAttrKey("optimizer")
+                arrays |= {index: zeros_on_host(shape)} if zero else made([index])
+        return jax.tree.unflatten(tree, [arrays[index] for index in range(len(shapes))])
 
     def at(self, codecs: Codecs) -> "TrainStep":
         """Returns the same run with other codecs, for the same state."""
@@ -342,8 +346,16 @@ def _placed(model: ModelDef, state: TrainState) -> TrainState:
     def place(x: jax.ShapeDtypeStruct, host: bool) -> jax.ShapeDtypeStruct:
         return x.update(sharding=on_host(x.sharding)) if host else x
 
+    def experts(weights: Tree, dims: Tree) -> Tree:
+        if model.cfg.memory.experts == "device":
+            return weights
+        return jax.tree.map(lambda x, d: place(x, d[0] == "E" and is_product(d)), weights, dims)
+
     moments = _build_optimizer(model).on_host(state.params, state.optimizer)
-    return state._replace(optimizer=jax.tree.map(place, state.optimizer, moments))
+    state = state._replace(optimizer=jax.tree.map(place, state.optimizer, moments))
+    if state.frozen is None:
+        return state._replace(params=experts(state.params, model.dims))
+    return state._replace(frozen=experts(state.frozen, model.frozen_dims))
 
 
 def _describe_state(

@@ -27,6 +27,8 @@ from benchmarks.skew.loads import (
 )
 from benchmarks.skew.page import page
 from benchmarks.skew.paths import predicted, predicted_by_id
+from benchmarks.skew.record import Setup, config_of, ways
+from moejax.config.checks import check
 from moejax.plan.price.routing import read_expert_load
 
 ROOT = Path(__file__).parents[2] / "benchmarks"
@@ -145,3 +147,17 @@ def test_recorded_loads_are_read_by_plans_and_choices_are_small():
     with np.load(path, allow_pickle=False) as file:
         assert file["expert_TLK"].shape == (file["tokens_N"].sum(), 8, 4)
         assert file["expert_TLK"].max() < file["num_experts"] == 32
+
+
+def test_the_command_trains_four_ways_and_the_page_says_which_are_missing():
+    record = json.loads((ROOT / "results/skew.json").read_text())
+    routers = ways(8)
+    assert list(routers) == ["balance loss", "selection bias", "bias and sequence loss", "none"]
+    for router in routers.values():
+        check(config_of(Setup(), router))
+    some = next(iter(record["ways"].values()))
+    whole = page(record | {"ways": {way: record["ways"].get(way, some) for way in routers}}, "")
+    assert "made without" not in whole
+    assert all(f"| {way} | 16k | " in whole for way in routers)
+    alone = page(record | {"ways": {"balance loss": some, "none": some}}, "")
+    assert "made without: selection bias, bias and sequence loss (`--ways`)" in alone

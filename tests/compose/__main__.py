@@ -55,7 +55,9 @@ def compose(seed: int, number: int | None, out: Path, workers: int) -> int:
         return 2
     done = {tuple(map(tuple, one["combination"])): one for one in known["results"]}
     done = {combination: one for combination, one in done.items() if set(combination) <= FEATURES}
-    left, refused = plan(seed, done)
+    asked = {frozenset(map(tuple, pair)): message for *pair, message in known.get("refused", [])}
+    asked = {pair: message for pair, message in asked.items() if pair <= FEATURES}
+    left, refused = plan(seed, done, asked)
     known["refused"] = [[*sorted(pair), message] for pair, message in refused.items()]
     # A process for each combination: programs of an earlier one would fill its memory.
     context = multiprocessing.get_context("spawn")

@@ -7,8 +7,9 @@ is a wrong number seen.
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, product
+from types import MappingProxyType
 
 from moejax.errors import InputError
 from tests.compose.features import (
@@ -45,16 +46,22 @@ def pairs_of(combination: Combination) -> set[Pair]:
     return {pair for pair in pairs if pair & ROUNDED}
 
 
-def plan(seed: int, done: Iterable[Combination] = ()) -> tuple[list[Combination], dict[Pair, str]]:
+def plan(
+    seed: int, done: Iterable[Combination] = (), known: Mapping[Pair, str] = MappingProxyType({})
+) -> tuple[list[Combination], dict[Pair, str]]:
     """Returns combinations that cover all pairs, and the pairs that are refused, with the message.
 
-    The same for the same seed. Each combination covers the most of what those before it left.
+    The same for the same seed and `done`. Each combination covers the most of what those before it
+    left.
 
     Args:
       done: combinations that have run: what they cover is not covered again.
+      known: pairs that were refused. Whether they are in every context, which takes minutes, is not
+        asked again, as long as they are without one.
     """
-    drawn = list(draw(seed))
-    refused = {one[0]: one[1] for one in drawn if isinstance(one[1], str)}
+    known = {pair: message for pair, message in known.items() if _refusal(_with(plain(), *pair))}
+    drawn = list(draw(seed, done, known))
+    refused = known | {one[0]: one[1] for one in drawn if isinstance(one[1], str)}
     left, ordered = all_pairs() - set(refused), []
     left -= set().union(*map(pairs_of, done))
     covers = {one: pairs_of(one) for one in drawn if not isinstance(one[1], str)}
@@ -65,13 +72,19 @@ def plan(seed: int, done: Iterable[Combination] = ()) -> tuple[list[Combination]
     return ordered, refused
 
 
-def draw(seed: int) -> Iterator[Combination | tuple[Pair, str]]:
+def draw(
+    seed: int, done: Iterable[Combination] = (), known: Iterable[Pair] = ()
+) -> Iterator[Combination | tuple[Pair, str]]:
     """Yields combinations that cover ever more pairs, and pairs that are refused, with the message.
 
     The same for the same seed. Ends when no pair is left.
+
+    Args:
+      done: combinations whose pairs are covered.
+      known: pairs that are refused.
     """
     rng = random.Random(seed)
-    left = all_pairs()
+    left = all_pairs().difference(known, *map(pairs_of, done))
     while left:
         pair = rng.choice(sorted(left, key=sorted))
         found = _around(pair, rng)

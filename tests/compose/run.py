@@ -35,6 +35,7 @@ from moejax.plan.price.candidate import trace_config
 from moejax.step.state import Batch
 from moejax.step.train_step import TrainStep
 from tests.cases import place, random_batch, spread, step_for
+from tests.compose import choices
 from tests.compose.features import Combination, check_combination, enlarged, is_rounded
 from tests.oracle import Noise, oracle_loss
 
@@ -53,6 +54,7 @@ class Outcome:
       gradient: norm of the difference of all gradients over that of the oracle's.
       leaf: the largest difference of an array of gradients, over its largest value, and its name.
       second: difference of the loss after an update, over it.
+      bias: the largest difference of a selection bias after an update.
       moved: whether it was right only beside a kink.
       traced: platform -> "traced", or the line that refuses it.
       error: what went wrong; empty if nothing did.
@@ -62,6 +64,7 @@ class Outcome:
     gradient: float = math.nan
     leaf: tuple[float, str] = (math.nan, "")
     second: float = math.nan
+    bias: float = math.nan
     moved: bool = False
     traced: dict[str, str] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
@@ -98,15 +101,22 @@ def trace(combination: Combination) -> dict[str, str]:
 def _compared(cfg: Config, *, rounds: bool) -> Outcome:
     """Trains two steps beside the oracle, to whose last bits a step that rounds is not held."""
     train_step, oracle = step_for(cfg), Oracle(cfg)
-    state, batch = oracle.state, random_batch(cfg)
+    state, given = oracle.state, random_batch(cfg)
+    if cfg.data.source == "routing":
+        given = choices.recorded(cfg, given)
+    batch, replicated = given, train_step.spec.route.replicated
+    if cfg.moe.router.forced != "none":
+        batch = choices.in_turn(cfg, given, replicated=replicated)
     wanted = oracle.step(state, batch)
     after = oracle.step(wanted.state, batch)
-    # What codecs of gradients have not sent yet belongs to a mesh.
-    start = state._replace(reduction=train_step.init().reduction)
-    got, first = train_step.step(spread(start, train_step), place(train_step, batch))
+    # What codecs of gradients have not sent yet belongs to a mesh, and a load to copies.
+    load_LE = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), train_step.abstract.load_LE)
+    start = state._replace(reduction=train_step.first_reduction(), load_LE=load_LE)
+    got, first = train_step.step(spread(start, train_step), place(train_step, given))
     gradients = first_gradients(got.optimizer, train_step)
-    made = jax.tree.map(np.asarray, got._replace(reduction=state.reduction))
-    _, second = train_step.step(got, place(train_step, batch))
+    made = got._replace(reduction=state.reduction, load_LE=None)
+    made = jax.tree.map(np.asarray, made)
+    _, second = train_step.step(got, place(train_step, given))
     beside = False
     if not rounds and _relative(second.loss, after.loss) > FAR:
         updates = (jax.tree.map(np.subtract, x.params, state.params) for x in (made, wanted.state))
@@ -124,6 +134,7 @@ def _compared(cfg: Config, *, rounds: bool) -> Outcome:
         gradient=_distance(gradients, nearest),
         leaf=max(_differences(gradients, nearest)),
         second=_relative(second.loss, after.loss),
+        bias=_furthest(made.router_bias, wanted.state.router_bias),
         moved=beside or nearest is not wanted.gradients,
     )
 
@@ -160,7 +171,7 @@ class Oracle:
         self.cfg = cfg
         train = dataclasses.replace(cfg.train, micro_batches=1)
         plain = {"route": "split", "route_chunks": 1, "route_chunks_backward": None}
-        moe = dataclasses.replace(cfg.moe, capacity_factor=None)
+        moe = dataclasses.replace(cfg.moe, capacity_factor=None, slots=0, slots_from="now")
         one = dataclasses.replace(
             cfg,
             **plain,
@@ -176,14 +187,15 @@ class Oracle:
 
     def step(self, state: Any, batch: Batch) -> OracleStep:
         """Returns loss, gradients and the next state: a micro-batch after the other."""
-        cfg, targets, found = self.cfg, _targets(batch), None
-        for rows in micro_batch_rows(cfg):
+        cfg, targets, found, needed = self.cfg, _targets(batch), None, []
+        for rows in choices.micro_batch_rows(cfg):
             part = jax.tree.map(itemgetter(rows), batch)
             shares = tuple(own / whole for own, whole in zip(_targets(part), targets, strict=True))
             key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
             one = self._graded(state.params, state, part, shares, jax.random.split(key)[0], rows)
+            needed.append(one[0][1].pop("needed"))
             found = one if found is None else jax.tree.map(jnp.add, found, one)
-        (_, (nll, load_LE)), gradients = found
+        (_, parts), gradients = found
         norm, limit = _norm(gradients), cfg.optimizer.clip_norm
         params, moments = self._updated(gradients, state, jnp.float32(norm))
         scale = 1.0 if limit is None else min(1.0, limit / norm)
@@ -191,10 +203,10 @@ class Oracle:
             step=state.step + 1,
             params=params,
             optimizer=moments,
-            router_bias=_moved(state.router_bias, load_LE, cfg.moe.router.bias_update_rate),
+            router_bias=_moved(state.router_bias, parts["load"], needed, cfg),
         )
         clipped = jax.tree.map(lambda g: np.asarray(g) * scale, gradients)
-        return OracleStep(float(nll), clipped, jax.tree.map(np.asarray, following))
+        return OracleStep(float(parts["nll"]), clipped, jax.tree.map(np.asarray, following))
 
     @functools.cached_property
     def _graded(self) -> Any:
@@ -222,7 +234,8 @@ class Oracle:
         ahead = 0.0 if parts.ahead is None else cfg.train.predict_ahead_loss * parts.ahead
         router = (whole - parts.nll - ahead) / cfg.train.micro_batches
         nll = parts.nll * shares[0]
-        return nll + ahead * shares[1] + router, (nll, parts.load)
+        told = {"nll": nll, "load": parts.load, "needed": parts.needed}
+        return nll + ahead * shares[1] + router, told
 
     def _merged(self, frozen: Any, adapters: Any) -> Any:
         """The weights with their adapters added: a product over the rank, layer by layer."""
@@ -238,18 +251,6 @@ class Oracle:
         return jax.tree.map(merged, frozen, letters, self.one.dims, adapters)
 
 
-def micro_batch_rows(cfg: Config) -> np.ndarray:
-    """Returns the rows of the batch that each micro-batch has, [micro-batches, rows].
-
-    Devices have equal parts of the batch, stages outermost. A micro-batch takes as many rows of
-    each device; a stage feeds its own, one after the other.
-    """
-    mesh, count = cfg.mesh, cfg.train.micro_batches
-    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert // mesh.context
-    rows = np.arange(cfg.train.batch_sequences).reshape(mesh.stage, ranks, count // mesh.stage, -1)
-    return rows.swapaxes(1, 2).reshape(count, -1)
-
-
 def _targets(batch: Batch) -> tuple[int, int]:
     """Numbers of next tokens and of tokens after the next that are predicted."""
     within = batch.segment_BT[:, 1:] == batch.segment_BT[:, :-1]
@@ -257,16 +258,45 @@ def _targets(batch: Batch) -> tuple[int, int]:
     return max(1, int(np.sum(batch.target_BT >= 0))), max(1, int(np.sum(ahead)))
 
 
-def _moved(router_bias: Any, load_LE: Any, rate: float) -> Any:
-    """Selection biases after a step; they are stacked by layer group, in the order of layers."""
-    leaves, tree = jax.tree.flatten(router_bias)
-    if not rate or not leaves:
+def _moved(router_bias: Any, load_LE: Any, needed: list[Any], cfg: Config) -> Any:
+    """Selection biases after a step. A layer group's blocks take turns, as often as it repeats.
+
+    Args:
+      needed: of each micro-batch, `Parts.needed`.
+    """
+    router = cfg.moe.router
+    if not router.bias_update_rate and router.quantile_bins is None:
         return router_bias
-    parts = np.split(np.asarray(load_LE), np.cumsum([len(leaf) for leaf in leaves])[:-1])
-    moved = [
-        np.asarray(update_bias(leaf, part, rate)) for leaf, part in zip(leaves, parts, strict=True)
-    ]
-    return jax.tree.unflatten(tree, moved)
+    moved, layer = jax.tree.map(np.array, router_bias), 0
+    groups = [moved["groups"][index] for index in sorted(moved["groups"])]
+    for group in [*groups, *([moved["predict_ahead"]] if "predict_ahead" in moved else [])]:
+        for rows in zip(*jax.tree.leaves(group), strict=True):
+            for bias_E in rows:
+                if router.quantile_bins is None:
+                    bias_E[:] = update_bias(bias_E, load_LE[layer], router.bias_update_rate)
+                else:
+                    needed_NE = np.concatenate([one[layer] for one in needed])
+                    bias_E[:] = _quantiles(needed_NE, bias_E, cfg)
+                layer += 1
+    assert layer == len(load_LE)
+    return moved
+
+
+def _quantiles(needed_NE: np.ndarray, bias_E: np.ndarray, cfg: Config) -> np.ndarray:
+    """The K / E quantile of the biases that tokens need, of each expert, less their mean.
+
+    From a histogram of asinh(E x), as even inside a bin.
+    """
+    E, K, bins = cfg.moe.num_experts, cfg.moe.experts_per_token, cfg.moe.router.quantile_bins
+    ends = np.arcsinh(E * (np.min(bias_E) - 1.0)), np.arcsinh(E * (np.max(bias_E) + 1.0))
+    found = []
+    for needed_N in np.arcsinh(E * np.asarray(needed_NE, np.float64)).T:
+        counts, edges = np.histogram(needed_N, bins, ends)
+        wanted, upto = len(needed_N) * K / E, np.cumsum(counts)
+        own = int(np.searchsorted(upto, wanted))
+        share = 1 - (upto[own] - wanted) / counts[own]
+        found.append(np.sinh(edges[own] + share * (edges[own + 1] - edges[own])) / E)
+    return np.array(found) - np.mean(found)
 
 
 def first_gradients(optimizer: Any, train_step: TrainStep) -> Any:
@@ -299,6 +329,12 @@ def _differences(got: Any, wanted: Any) -> list[tuple[float, str]]:
         size = max(float(np.max(np.abs(want))), 1e-6)
         found.append((float(np.max(np.abs(np.asarray(have) - want))) / size, name))
     return found
+
+
+def _furthest(got: Any, wanted: Any) -> float:
+    """The largest difference of two trees; 0 if they are empty."""
+    pairs = zip(*map(jax.tree.leaves, (got, wanted)), strict=True)
+    return max((float(np.max(np.abs(g - w))) for g, w in pairs), default=0.0)
 
 
 def _relative(got: Any, wanted: float) -> float:

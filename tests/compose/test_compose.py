@@ -10,9 +10,10 @@ import pytest
 from moejax.errors import InputError
 from tests.cases import random_batch
 from tests.compose import page
+from tests.compose.choices import micro_batch_rows, token_numbers
 from tests.compose.cover import all_pairs, draw, pairs_of, plan
 from tests.compose.features import FACTORS, ROUNDED, check_combination, config_of, plain
-from tests.compose.run import Outcome, micro_batch_rows, run
+from tests.compose.run import Outcome, run
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
@@ -123,18 +124,29 @@ def test_micro_batches_take_rows_of_every_device():
     assert len(random_batch(cfg).token_BT) == 32
 
 
+def test_tokens_are_numbered_over_devices_as_they_lie_there():
+    """Two pairs of devices have 16 rows; of each row one has the stripes 0 and 3, one 1 and 2."""
+    cfg = config_of(combination(mesh="fsdp 2, expert 2", sequences="2 devices share"))
+    number_BT = token_numbers(cfg, replicated=False)
+    assert number_BT[0].tolist() == [0, 1, 2, 3, *range(128, 136), 4, 5, 6, 7]
+    assert number_BT[1, 0] == 8
+    assert number_BT[16].tolist() == [256, 257, 258, 259, *range(384, 392), 260, 261, 262, 263]
+    assert sorted(number_BT.ravel()) == list(range(32 * 16))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({}, "right"),
         ({"loss": 1e-5}, "loss 1.0e-05"),
         ({"gradient": float("nan")}, "gradient nan"),
+        ({"bias": 0.02}, "bias 2.0e-02"),
         ({"error": "TypeError: x"}, "TypeError: x"),
         ({"refused": "no"}, "refused"),
     ],
 )
 def test_a_verdict_says_what_is_wrong(changes, said):
-    outcome = Outcome(loss=1e-7, gradient=1e-6, second=1e-6, traced={"gpu": "traced"})
+    outcome = Outcome(loss=1e-7, gradient=1e-6, second=1e-6, bias=0.0, traced={"gpu": "traced"})
     outcome = dataclasses.asdict(dataclasses.replace(outcome, **changes))
     assert page.verdict(plain(), outcome) == said
     text = page.build([{"combination": plain(), "outcome": outcome}], {}, 0)

@@ -19,12 +19,14 @@ from moejax.config.fields import change
 from moejax.config.load import load_config, to_dict
 from moejax.config.schema import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
 from moejax.convert import importing
+from moejax.convert.command import main as convert
 from moejax.convert.upcycle_command import main
 from moejax.hf.model import describe_anywhere
 from moejax.moe.router import route
-from moejax.step.state import TrainState, flat
+from moejax.step.state import Batch, TrainState, flat
 from moejax.train.__main__ import main as train
 from tests.cases import CERTAIN, place, random_batch, step_for
+from tests.hf.golden import cases_of, golden_folder
 from tests.integration.runs import write_tokens
 from tests.oracle import oracle_loss
 
@@ -106,6 +108,20 @@ def nats(cfg, params, bias, batch):
     return np.array([parts.nll] if parts.ahead is None else [parts.nll, parts.ahead])
 
 
+def begun(cfg):
+    """The step and the state that a run of a config begins with."""
+    step, source = step_for(cfg), find_source(cfg, "full")
+    assert source is not None
+    weights, bias = read_weights(source, step.abstract)
+    zero = jnp.zeros((), jnp.int32)
+    return step.of_weights(), TrainState(zero, zero, weights, bias, (), None)
+
+
+def loss(step, state, batch):
+    """The mean nats of the next token, by a run's own evaluation."""
+    return float(step.evaluate(state, place(step, batch))) / np.sum(batch.target_BT >= 0)
+
+
 FINE = {"moe.expert_hidden": 16, "moe.num_experts": 12, "moe.experts_per_token": 6}
 CASES = {
     "copies": ({}, {}),
@@ -160,17 +176,9 @@ def test_a_run_begins_with_the_loss_and_the_logits_of_the_dense_model(dense, set
     before, params = dense()
     batch = random_batch(before)
     cfg, *_ = upcycled(settings | mesh)
-    step = step_for(cfg)
-    source = find_source(cfg, "full")
-    assert source is not None
-    weights, bias = read_weights(source, step.abstract)
-    zero = jnp.zeros((), jnp.int32)
-    state = TrainState(zero, zero, weights, bias, (), None)
-    step = step.of_weights()
-    summed = step.evaluate(state, place(step, batch))
-    found = float(summed) / np.sum(batch.target_BT >= 0)
-    assert abs(found - nats(before, params, {}, batch)[0]) < BOUND
-    one = step_for(before).of_weights()
+    step, state = begun(cfg)
+    assert abs(loss(step, state, batch) - nats(before, params, {}, batch)[0]) < BOUND
+    one, zero = step_for(before).of_weights(), state.step
     wanted = one.next_logits(TrainState(zero, zero, params, {}, (), None), (batch.token_BT, 11))
     tokens = jax.device_put(batch.token_BT, step.batch_sharding)
     got = np.asarray(step.next_logits(state, (tokens, 11)))
@@ -287,6 +295,33 @@ def test_training_goes_on_from_it_and_tells_the_experts_apart(dense, tmp_path):
             for e in range(8)
             for f in range(e)
         )
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_published_dense_model_begins_with_the_loss_of_transformers(
+    tmp_path, monkeypatch, shards
+):
+    """The whole way: a folder of Qwen3 is imported, turned into experts, and trained a step."""
+    monkeypatch.chdir(tmp_path)
+    case = cases_of("qwen3")["even, window of the last block, tied"]
+    golden_folder(tmp_path / "folder", case)
+    assert convert(["import", "folder", "--out", "dense"]) == 0
+    hidden = case["config"]["intermediate_size"] // shards
+    words = {"moe.num_experts": 4, "moe.expert_hidden": hidden, "data.sequence_length": 40}
+    cfg, params, _ = upcycled(words | {"train.batch_sequences": 2})
+    assert experts_of(params)["w_out"].shape[1:] == (4, hidden, case["config"]["hidden_size"])
+    token_BT = np.array(case["tokens"], np.int32)
+    target_BT = np.concatenate([token_BT[:, 1:], np.full_like(token_BT[:, :1], -1)], axis=1)
+    batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
+    assert abs(loss(*begun(cfg), batch) - case["loss"]) < BOUND
+    files = {f"data.{part}_files": write_tokens(Path(f"{part}.bin")) for part in ("train", "eval")}
+    one_step = {"train.num_steps": 1, "train.sample_tokens": 0, "plan": "hand", **files}
+    one_step |= {"optimizer.warmup_steps": 0, "mesh.replica": 8, "train.batch_sequences": 8}
+    flags = [f"--config.{name}={value}" for name, value in one_step.items()]
+    assert train(["--config", "out/config.json", *flags]) == 0
+    read = StoredWeights(locate("runs/out", "full").path).read
+    trained, _ = weights_of(cfg, lambda path, shape: read(path))
+    assert (experts_of(trained)["w_out"] != experts_of(params)["w_out"]).any()
 
 
 def test_the_written_config_is_that_of_the_dense_run_with_experts(dense):

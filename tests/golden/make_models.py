@@ -68,14 +68,14 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 def record_choices(model: torch.nn.Module) -> list:
-    """Hooks the routers; the list gets each layer's logits and chosen experts."""
+    """Hooks the routers; the list gets the logits and chosen experts of each layer with experts."""
     seen: list = []
 
     def hook(module, inputs, outputs):
         seen.append((outputs[0].detach(), outputs[2].detach()))
 
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
-    assert routers
+    assert bool(routers) == hasattr(model.config, "num_experts_per_tok")
     for router in routers:
         router.register_forward_hook(hook)
     return seen

@@ -248,4 +248,59 @@ CASES: dict[str, dict[str, dict]] = {
             "rotary_dim": 4,
         },
     },
+    "llama": {
+        "llama3 positions, biases": {
+            **ODD,
+            **sizes(2, 26, head=6),
+            "intermediate_size": 14,
+            "attention_bias": True,
+            **rope(LLAMA3, 5e5),
+        },
+        "even, tied": {**EVEN, **TIED, **sizes(2, 48), "intermediate_size": 16},
+    },
+    "mistral": {
+        "window": {**ODD, **sizes(2, 20, head=6), "intermediate_size": 14, "sliding_window": 9},
+        "even, no window": {
+            **EVEN,
+            **sizes(2, 48),
+            "intermediate_size": 16,
+            "sliding_window": None,
+        },
+    },
+    "qwen2": {
+        "windows of the last blocks": {
+            **ODD,
+            **sizes(3, 52),
+            "intermediate_size": 14,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+        "even, tied, yarn": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 48),
+            "intermediate_size": 16,
+            **rope(YARN, 1e6),
+        },
+    },
+    "qwen3": {
+        "yarn, biases": {
+            **ODD,
+            **sizes(3, 20, head=6),
+            "intermediate_size": 14,
+            "attention_bias": True,
+            **rope(YARN, 1e6),
+        },
+        "even, window of the last block, tied": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=6),
+            "intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "vocab_size": 260,  # takes bytes
+        },
+    },
 }

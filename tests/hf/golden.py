@@ -75,12 +75,17 @@ def run_config(cfg: Config, mesh: MeshConfig, tokens: tuple[int, int]) -> Config
     """The config of a run of a model, without router losses.
 
     Args:
+      mesh: of a dense model, ranks of experts share its weights.
       tokens: sequences of a batch, and their length.
     """
-    router: RouterConfig = replace(cfg.moe.router, balance_loss=0.0)
+    if cfg.model.has_experts:
+        router: RouterConfig = replace(cfg.moe.router, balance_loss=0.0)
+        certain = CERTAIN if mesh.expert > 1 else {}
+        cfg = replace(cfg, moe=replace(cfg.moe, router=router, **certain))
+    else:
+        mesh = replace(mesh, fsdp=mesh.fsdp * mesh.expert, expert=1)
     return replace(
         cfg,
-        moe=replace(cfg.moe, router=router, **(CERTAIN if mesh.expert > 1 else {})),
         mesh=mesh,
         data=DataConfig(sequence_length=tokens[1]),
         train=TrainConfig(batch_sequences=tokens[0]),

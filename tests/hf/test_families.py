@@ -39,6 +39,21 @@ KNOWN = {
     "gpt-oss-20b": {"model.rope.truncate": False, "model.full_attention_every": 2},
     "GLM-4.5": {"model.rope_width": 64, "moe.router.score": "sigmoid"},
     "MiniMax-M2": {"model.rope.theta": 5_000_000, "moe.router.score": "sigmoid"},
+    "Llama-3.1-8B": {
+        "model.moe_every": None,
+        "model.mlp_hidden": 14336,
+        "model.rope.scaling": "llama3",
+        "model.rope.low_frequency_factor": 1.0,
+        "model.attention_bias": False,
+    },
+    "Mistral-7B-v0.1": {"model.moe_every": None, "model.sliding_window": 4096},
+    "Qwen2.5-0.5B": {
+        "model.moe_every": None,
+        "model.head_width": 64,
+        "model.attention_bias": True,
+        "model.sliding_window": None,
+    },
+    "Qwen3-0.6B": {"model.moe_every": None, "model.head_width": 128, "model.qk_norm": "head"},
 }
 
 
@@ -74,7 +89,7 @@ def test_a_published_config_is_read_and_its_export_has_the_same_keys(name):
     settings, known = read(config), KNOWN.get(name, {})
     check(from_settings(settings))
     assert {key: settings[key] for key in known} == known
-    if not settings.get("model.first_dense_layers"):
+    if not settings.get("model.first_dense_layers") and settings["model.moe_every"] is not None:
         assert "model.mlp_hidden" not in settings
     written = assert_written(config, NOT_WRITTEN)["rope_scaling"] or {}
     assert written | (config.get("rope_scaling") or {}) == written
@@ -113,7 +128,7 @@ def test_a_number_of_first_dense_blocks_says_nothing_of_other_patterns():
 def test_names_are_found_and_unknown_ones_refused():
     assert [family_named(family.name) for family in FAMILIES] == list(FAMILIES)
     with pytest.raises(InputError, match="Known: mixtral, olmoe, qwen2_moe"):
-        family_named("llama")
+        family_named("bert")
 
 
 def test_the_architecture_tells_families_of_one_kind_apart():
@@ -156,6 +171,16 @@ REFUSED = [
         "must be one object",
     ),
     ("OLMoE-1B-7B", {"head_dim": 64}, "`head_dim` is 64. In this family"),
+    ("Llama-3.1-8B", {"hidden_size": 4097, "head_dim": 128}, "`hidden_size` is 4097. In this"),
+    ("Llama-3.1-8B", {"mlp_bias": True}, "`mlp_bias` is True"),
+    ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "dynamic"}}, "positions scale by 'dynamic'"),
+    (
+        "Mistral-7B-v0.1",
+        {"attention_bias": True},
+        "`attention_bias` is True, mistral computes False",
+    ),
+    ("Qwen2.5-0.5B", {"use_mrope": True}, "`use_mrope` is True"),
+    ("Qwen3-0.6B", {"num_experts": 8}, "`num_experts` = 8 is a key whose meaning for qwen3"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
     (
@@ -167,6 +192,8 @@ REFUSED = [
 # What a family has no key for: settings of a run, and what its export says.
 WITHOUT_KEY = [
     ("Qwen3-30B-A3B", {"model.moe_every": None}, "the model has no experts"),
+    ("Qwen3-0.6B", {"model.moe_every": 1}, "`model.moe_every` = 1"),
+    ("Llama-3.1-8B", {"model.sliding_window": 64}, "no key for `model.sliding_window` = 64"),
     ("DeepSeek-V3", {"moe.num_shared_experts": 0}, "`moe.num_shared_experts` is 0"),
     ("GLM-4.5", {"model.qk_norm": "full"}, "`model.qk_norm` is full"),
     ("Mixtral-8x7B", {"model.rope_width": 64}, "`model.rope_width` is 64, but here all channels"),

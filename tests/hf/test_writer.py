@@ -109,7 +109,7 @@ def test_a_mesh_writes_the_same_files(tmp_path, family, name):
     case = cases_of(family)[name]
     path = golden_folder(tmp_path / "in", case)
     for place, mesh in (("one", MeshConfig()), ("many", MESH)):
-        files = export_arrays(tmp_path / place, *import_arrays(path, mesh), "bfloat16", 20_000)
+        files = export_arrays(tmp_path / place, *import_arrays(path, mesh), "bfloat16", 10_000)
         assert len(files) >= 3
     names = sorted(p.name for p in (tmp_path / "one").iterdir())
     assert names == sorted(p.name for p in (tmp_path / "many").iterdir())

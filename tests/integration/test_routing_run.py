@@ -57,7 +57,10 @@ def test_a_run_sends_tokens_to_recorded_experts_and_resumes_to_the_same_bits(pla
     code, out, err = train(place, "straight", "train.num_steps=6")
     assert code == 0, err
     assert records(place / "straight", "final_eval")
-    assert records(place / "straight", "step")[-1]["loss"] > 0
+    last = records(place / "straight", "step")[-1]
+    assert last["loss"] > 0
+    # The weights are still those that wrote the texts, which are cut into shorter sequences.
+    assert 0.5 < last["routing_agreement"] <= 1
     for steps in (3, 6):
         code, out, err = train(place, "resumed", f"train.num_steps={steps}")
         assert code == 0, err

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.config.schema import MeshConfig
+from moejax.config.schema import MeshConfig, MoEConfig
 from moejax.layout.layout import build_layout
+from moejax.layout.route import build_route
 from moejax.moe import copies
 from moejax.moe.copies import (
     SHARES,
@@ -24,6 +25,7 @@ from moejax.moe.copies import (
     rings,
     scaled,
 )
+from moejax.moe.sizes import usual_sizes
 from tests.cases import one_device_state, place, random_batch, skew, small_config, spread, step_for
 from tests.step.against_oracle import check_against_oracle
 
@@ -74,6 +76,18 @@ def test_a_device_passes_its_own_on_to_make_room():
     # What comes from 0 stays at 1; without rings of its own, 2 gets what 1 had.
     total_P = after(load_E, plan, rings(line(4), 1))
     assert total_P.max() <= 360
+
+
+def test_a_slot_that_gains_less_than_a_tenth_of_the_mean_is_left_unused():
+    """Mean 100. The fullest has 104, then 160: it sends 59 of the 110 of its hot expert on.
+
+    The others pass on what they then have above 101, of 60 + 59, 90 + 18 and 90 + 7.
+    """
+    rings_r = rings(line(4), 1)
+    even = np.array([52, 52, 50, 50, 49, 49, 49, 49], np.int32)
+    assert (plan_copies(even, rings_r, np).quota_Pr == 0).all()
+    hot = np.array([110, 50, 30, 30, 45, 45, 45, 45], np.int32)
+    assert plan_copies(hot, rings_r, np).quota_Pr[0, 0] == 59 * SHARES // 110
 
 
 @given(st.data())
@@ -133,6 +147,37 @@ def test_choices_go_to_places_that_hold_their_expert_in_shares_of_the_plan(data)
         copied = sum(int(q) for e, q in zip(*(x[owner] for x in plan), strict=True) if e == own)
         at_home = np.sum(place_NK[:, 0] == owner * 5 + own)
         assert at_home == max(0, SHARES - copied)
+
+
+@given(st.data())
+@hypothesis.settings(max_examples=20, deadline=None)
+def test_no_plan_of_three_slots_keeps_a_pair_of_eight_devices_in_its_bucket(data):
+    """All 128 tokens of one device choose one expert, which is then in four places at most.
+
+    So some device gets 32 of them or more. A bucket for 128 / 8 = 16 holds 1.25 times as many: 20.
+    """
+    rings_r, slots = rings(line(8), 3), st.lists(st.integers(0, SHARES), min_size=24, max_size=24)
+    expert_Pr, quota_Pr = np.zeros((8, 3), int), np.array(data.draw(slots)).reshape(8, 3)
+    placement = placement_of(Copies(expert_Pr, quota_Pr), rings_r, 8)
+    expert_NK = jnp.full((128, 1), data.draw(st.integers(0, 7)))
+    place_NK = np.asarray(place_of(expert_NK, placement, places=8 * 4))
+    assert np.bincount(place_NK[:, 0] // 4).max() >= 32
+
+
+def test_a_plan_sees_nothing_of_pairs_where_sums_are_even():
+    """Each of 8 devices sends its 128 tokens to one expert, of a device that no other chooses."""
+    plan = plan_copies(np.full(8, 128, np.int32), rings(line(8), 3), np)
+    assert (plan.quota_Pr == 0).all()
+
+
+def test_a_capacity_is_of_experts_and_buckets_hold_those_of_all_places():
+    """16 tokens, two choices, 8 experts: four rows each from a device, so 12 for three places."""
+    layout = line(4)
+    moe = MoEConfig(num_experts=8, experts_per_token=2, capacity_factor=1.0, slots=1)
+    plan = Copies(jnp.zeros((4, 1), jnp.int32), jnp.full((4, 1), 128))
+    _, places = copies.spread(jnp.zeros((16, 2), jnp.int32), plan, moe, layout)
+    sizes = usual_sizes(build_route("split", layout), layout, places, tokens=16)
+    assert (sizes.rows, sizes.certain) == ((12,), True)
 
 
 HOT = ((0, 3.0), (3, 1.0))  # selection biases: expert 0 is in almost all choices

@@ -231,6 +231,13 @@ def test_entropy_is_one_where_scores_are_even_and_zero_where_one_expert_has_all(
     assert not gradient(jnp.full((2, 4), 0.25)).any()
 
 
+def test_given_choices_that_the_router_makes_too_count_in_any_order():
+    """Both, one of the two, none; and a token whose choice is free."""
+    own_NK = jnp.array([[0, 1], [2, 3], [0, 1], [0, 1]])
+    given_NK = jnp.array([[1, 0], [3, 0], [2, 3], [-1, -1]])
+    assert router.count_replayed(own_NK, given_NK).tolist() == [3, 6]
+
+
 @settings(max_examples=15)
 @given(
     groups=st.sampled_from([(1, 1), (4, 2), (2, 1), (8, 8), (4, 3)]),

@@ -38,6 +38,11 @@ ROUTES = {
     "glm4_moe": (EIGHT, {"route": "two_level"}),
     "deepseek_v2": (EIGHT, {"route": "split"}),
     "minimax_m2": (EIGHT, {"route": "merge"}),
+    # Of dense models: `run_config` makes fsdp of the experts' ranks.
+    "llama": (FOUR, {}),
+    "mistral": (FOUR, {}),
+    "qwen2": (FOUR, {}),
+    "qwen3": (FOUR, {}),
 }
 ALWAYS = ("mixtral", "deepseek_v3")  # grouped and latent attention
 
@@ -48,8 +53,9 @@ def models() -> list:
     for family, (mesh, route) in ROUTES.items():
         marks = () if family in ALWAYS else pytest.mark.exhaustive
         for name in cases_of(family):
-            on = (mesh, route) if name.startswith("even") else (ONE_DEVICE, {})
-            label = f"{family}-{on[1].get('route', 'one device')}"
+            even = name.startswith("even")
+            on = (mesh, route) if even else (ONE_DEVICE, {})
+            label = f"{family}-{route.get('route', 'mesh') if even else 'one device'}"
             found.append(pytest.param(family, name, *on, marks=marks, id=label))
     return found
 

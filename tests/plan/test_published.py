@@ -69,8 +69,8 @@ def test_bad_files_are_refused_by_name(tmp_path):
     file = tmp_path / "config.json"
     file.write_text("{")
     assert "is damaged" in refused(file)
-    file = written(tmp_path, "Mixtral-8x7B", model_type="llama", architectures=["LlamaForCausalLM"])
-    assert "no family for `model_type` 'llama'" in refused(file)
+    file = written(tmp_path, "Mixtral-8x7B", model_type="opt", architectures=["OPTForCausalLM"])
+    assert "no family for `model_type` 'opt'" in refused(file)
     file = written(tmp_path, "Mixtral-8x7B", strange=3)
     assert "`strange` = 3" in refused(file)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import moejax
 from moejax.checkpoint.compatible import describe_run
 from moejax.checkpoint.writer import Checkpoints
 from moejax.config.schema import PlanConfig
+from moejax.serve import flags
 from moejax.serve.command import main
+from moejax.serve.experts import places
 from tests.cases import CERTAIN, small_config, step_for
 
 TOKENS = ("--tokens", "5")
@@ -129,12 +132,56 @@ def test_lines_of_a_file_are_continued_together_and_on_another_mesh(run, capsys,
         (["--prompt", "x", "--config.moe.capacity_factor=2"], "`moe.capacity_factor` has no"),
         (["--prompt", "x", "--config.model.scan_layers=false"], "`model.scan_layers` has no"),
         (["--prompt", "x", "--config.train.seed=3"], "`train.seed` has no effect"),
+        (["--prompt", "x", "--follow-load"], "`--follow-load` has no effect without"),
     ],
 )
 def test_bad_input_is_one_line(run, capsys, words, said):
     err = generated(capsys, run, *words, code=2).err
     assert err.startswith(f"moejax: error: {said}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_hot_experts_move_while_texts_are_written_which_stay_the_same(
+    run, capsys, tmp_path, monkeypatch
+):
+    kept = []
+
+    class Kept(places.Places):
+        def __init__(self, *given):
+            super().__init__(*given)
+            kept.append(self)
+
+    monkeypatch.setattr(flags, "Places", Kept)
+    monkeypatch.setattr(flags, "STEPS", 2)
+    monkeypatch.setattr(places, "STEPS", 2)
+    monkeypatch.setattr(places, "ENOUGH", 1)
+    (tmp_path / "prompts").write_text("def \nclass Word:\nx\n")
+    words = ["--prompts", tmp_path / "prompts", "--json", "--tokens", "12"]
+    wanted = json.loads(generated(capsys, run, *words).out)
+    slots = ("--expert-slots", "1", "--follow-load")
+    found = generated(capsys, run, *words, *slots)
+    assert json.loads(found.out) == wanted
+    assert kept[0].replanned > 0
+    assert "experts: slots on each device: 1; hot ones move there, a layer's at most every 2 " in (
+        found.err
+    )
+    alone = ("--config.mesh.fsdp=2", "--config.mesh.tensor=2")
+    err = generated(capsys, run, *words, *slots, *alone, code=2).err
+    assert "`expert_slots` has no effect. Got 1. Copies go to other devices" in err
+
+
+def test_slots_of_a_model_without_experts_are_refused_before_a_device_is_touched(
+    capsys, monkeypatch
+):
+    dense = small_config(model={"num_layers": 1, "moe_every": None})
+    assert not dense.model.has_experts
+    monkeypatch.setattr(flags, "choose", lambda *_: SimpleNamespace(cfg=dense))
+    monkeypatch.setattr(flags, "place", lambda *_: pytest.fail("a device was touched"))
+    words = ("--prompt", "x", "--expert-slots", "1", "--follow-load")
+    err = generated(capsys, "dense", *words, code=2).err
+    said = "`--expert-slots` has no effect. Got 1. The model has no experts. Leave it out."
+    assert err == f"moejax: error: {said}\n"
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

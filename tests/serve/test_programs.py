@@ -237,6 +237,7 @@ GOLDEN = [
     ("qwen3_moe", None, MeshConfig()),
 ]
 REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"]
+REST += ["llama", "mistral", "qwen2", "qwen3"]
 GOLDEN += [pytest.param(name, None, MeshConfig(), marks=pytest.mark.exhaustive) for name in REST]
 
 

@@ -13,6 +13,7 @@ from moejax.step.balance import layers_of
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 from tests.moe.test_quantile import exact_bias, widest_bin
 from tests.step.pipeline.test_stages import as_one_device_sees_it, config, on_one_device
+from tests.step.test_context import shared
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 QUANTILES = {"quantile_bins": 4000, "balance_loss": 0.0}
@@ -77,6 +78,15 @@ def test_one_device_takes_the_quantiles_of_all_micro_batches(monkeypatch, score)
 def test_every_mesh_takes_the_quantiles_of_one_device(mesh, changes):
     changes = {"router": QUANTILES, "moe": CERTAIN, **changes}
     cfg = small_config(mesh, model={"num_layers": 2}, **changes)
+    batch = random_batch(cfg)
+    _, got = biases_after(cfg, batch)
+    before, wanted = biases_after(on_one_device(cfg), batch)
+    assert_near(got, wanted, before)
+
+
+@pytest.mark.slow
+def test_devices_that_share_sequences_take_the_quantiles_of_one_device():
+    cfg = shared((1, 2, 2, 2), 4, 2, rows=2, model={"num_layers": 2}, router=QUANTILES)
     batch = random_batch(cfg)
     _, got = biases_after(cfg, batch)
     before, wanted = biases_after(on_one_device(cfg), batch)

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.comm import host
 from moejax.comm.host import MEMORY_KIND
 from moejax.config.schema import MemoryConfig
 from moejax.layout.layout import is_product
-from moejax.step import optimizer
-from tests.cases import CERTAIN, on_nodes, place, random_batch, small_config, step_for
+from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 
 CASES = {
     "one device": small_config(),
@@ -31,9 +31,13 @@ def run(cfg, steps=2):
     return step, state, metrics
 
 
+def close(x, wanted):
+    np.testing.assert_allclose(x, wanted, rtol=2e-6, atol=1e-7)
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(optimizer, "PIECE", 64)
+    monkeypatch.setattr(host, "PIECE", 64)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,3 +57,65 @@ def test_moments_on_the_host_change_no_bit(name):
         state.optimizer,
     )
     assert all(jax.tree.leaves(kinds))
+
+
+EXPERTS = {
+    "one device": small_config(moe=CERTAIN, model={"num_layers": 2}),
+    "all axes": small_config((1, 2, 2, 2), moe=CERTAIN, model={"num_layers": 2}),
+    "recomputed": small_config(
+        (1, 2, 2, 2),
+        moe=CERTAIN,
+        model={"num_layers": 2, "remat": "full"},
+        train={"micro_batches": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_on_the_host_change_rounding_at_most(name):
+    """Their gradient's norm is added up layer by layer."""
+    cfg = EXPERTS[name]
+    step, state, metrics = run(with_host(cfg, experts="host", optimizer="host"))
+    _, wanted, wanted_metrics = run(cfg)
+    jax.tree.map(close, (metrics, state), (wanted_metrics, wanted))
+    kinds = jax.tree.map(
+        lambda dims, x: (x.sharding.memory_kind == MEMORY_KIND) == (dims in ("EDUF", "EFD")),
+        step.dims,
+        state.params,
+    )
+    assert all(jax.tree.leaves(kinds))
+
+
+def with_remat(remat, **mesh):
+    cfg = small_config((1, 2, 2, 2), moe=CERTAIN, model={"num_layers": 2, "remat": remat})
+    return dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **mesh))
+
+
+def staged(schedule, chunks=1, slices=1, micro_batches=4):
+    model = {"num_layers": 4, "stage_chunks": chunks, "remat": "attention"}
+    cfg = small_config(
+        (1, 1, 2, 2), moe=CERTAIN, model=model, train={"micro_batches": micro_batches}
+    )
+    mesh = dataclasses.replace(cfg.mesh, stage=2, schedule=schedule, stage_slices=slices)
+    return dataclasses.replace(cfg, mesh=mesh)
+
+
+RESIDUALS = {
+    "remat attention": with_remat("attention"),
+    "remat experts": with_remat("experts"),
+    "across nodes once": with_remat("token_collectives", nodes=2, gather_across="passes"),
+    "1f1b": staged("1f1b"),
+    "combined": staged("combined_1f1b"),
+    "chunks": staged("1f1b", chunks=2),
+    "slices": staged("1f1b", slices=2, micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_residuals_on_the_host_change_no_bit(name):
+    cfg = RESIDUALS[name]
+    step, state, metrics = run(with_host(cfg, residuals="host"))
+    _, wanted, wanted_metrics = run(cfg)
+    jax.tree.map(np.testing.assert_array_equal, (metrics, state), (wanted_metrics, wanted))
+    traced = str(step.step.trace(step.abstract, step.abstract_batch()).jaxpr)
+    assert "<host>" in traced

@@ -237,10 +237,12 @@ def test_a_layers_rounds_are_counted_once_and_its_choices_on_every_device():
         overflowed=5 * numbers,
         rounds=2 * numbers,
         entropy=jnp.ones(1),
+        replayed_2=jnp.array([[6, 7]]),
     )
     body = functools.partial(router_losses, moe=MoEConfig(num_experts=4), layout=layout)
     mesh = build_mesh(layout, jax.devices()[:4])
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    *_, load_LE, uneven_L3 = jax.jit(mapped)(stats)
+    *_, load_LE, uneven_L3, replayed_L2 = jax.jit(mapped)(stats)
     assert load_LE.tolist() == [[4] * 4]
     assert uneven_L3.tolist() == [[4 * 3, 4 * 5, 2]]
+    assert replayed_L2.tolist() == [[4 * 6, 4 * 7]]

@@ -22,7 +22,7 @@ from tests.cases import (
     spread,
     step_for,
 )
-from tests.oracle import oracle_loss
+from tests.oracle import Noise, oracle_loss
 from tests.step.against_oracle import MESH_OF_ONE, NO_ROUTE, TERMS, only
 from tests.step.pipeline.test_stages import config as staged
 from tests.step.test_context import shared
@@ -60,6 +60,9 @@ CASES = {
         moe={**CERTAIN, "experts_per_token": 4},
     ),
     "shared sequences": shared((1, 2, 2, 2), 4, 2, rows=2, model=EVERY_SECOND),
+    "shared sequences, jitter": shared(
+        *((1, 2, 2, 2), 4, 2), rows=2, model={"num_layers": 2}, router={"jitter": 0.2}
+    ),
     "stages, layers before": in_stages(
         *((1, 1, 2, 1), 2, 2),
         layers=5,
@@ -100,6 +103,13 @@ def plain(cfg):
     return dataclasses.replace(cfg, mesh=MESH_OF_ONE, moe=moe, **NO_ROUTE)
 
 
+def noise_of(cfg):
+    """The noise of the first step's routers, for the oracle."""
+    key = jax.random.fold_in(jax.random.key(cfg.train.seed), 0)
+    rows = np.arange(cfg.train.batch_sequences)
+    return Noise(jax.random.split(key)[0], rows) if cfg.moe.router.jitter else None
+
+
 @functools.cache
 def first_state(cfg):
     return one_device_state(cfg)
@@ -109,7 +119,8 @@ def check(cfg, batch, path="certain"):
     """Returns the loss's parts, equal to the oracle's."""
     one, train_step = plain(cfg), step_for(cfg)
     state = first_state(one)
-    loss = functools.partial(oracle_loss, router_bias=state.router_bias, batch=batch, cfg=one)
+    given = {"router_bias": state.router_bias, "batch": batch, "cfg": one, "noise": noise_of(cfg)}
+    loss = functools.partial(oracle_loss, **given)
     (_, told), wanted = jax.value_and_grad(loss, has_aux=True)(state.params)
     with only(path):
         got, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
@@ -124,12 +135,19 @@ def check(cfg, batch, path="certain"):
 @unchecked
 @pytest.mark.parametrize("name", cases(OFTEN))
 def test_tokens_go_to_recorded_experts_and_others_choose(name):
-    check(CASES[name], drawn(CASES[name]))
+    cfg = CASES[name]
+    batch = drawn(cfg)
+    parts = check(cfg, batch)
+    # Before the first layer with experts nothing depends on them.
+    own_BTK, given_BTK = (x[:, :, 0] for x in (own_choices(cfg, batch), batch.expert_BTLK))
+    agreed = np.sum(given_BTK[..., None] == own_BTK[..., None, :])
+    assert 0 < agreed < np.sum(given_BTK >= 0)
+    assert parts.replayed_L2[0].tolist() == [agreed, np.sum(given_BTK >= 0)]
 
 
 def own_choices(cfg, batch):
     """The experts that the oracle's routers choose, by layer; those of a module ahead are left."""
-    one, weights = plain(cfg), []
+    one, weights, batch = plain(cfg), [], batch._replace(expert_BTLK=None)
 
     def spied(*args, moe_reference=oracle.moe_reference, **options):
         found = moe_reference(*args, **options)
@@ -138,7 +156,7 @@ def own_choices(cfg, batch):
 
     state = first_state(one)
     with mock.patch.object(oracle, "moe_reference", spied):
-        oracle_loss(state.params, state.router_bias, batch, one)
+        oracle_loss(state.params, state.router_bias, batch, one, noise_of(cfg))
     K, layers = cfg.moe.experts_per_token, cfg.model.expert_layers
     expert_NLK = np.stack([np.argsort(-w)[:, :K] for w in weights[:layers]], axis=1)
     return expert_NLK.reshape(*batch.token_BT.shape, layers, K).astype(np.int32)
@@ -153,7 +171,10 @@ def test_a_models_own_choices_change_nothing(name):
     state = spread(first_state(plain(cfg)), train_step)
     wanted, free = train_step.gradients(state, place(train_step, batch))
     got, parts = train_step.gradients(state, place(train_step, recorded))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), parts, free)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(same, parts._replace(replayed_L2=None), free)
+    every = cfg.model.expert_layers * [2 * [recorded.expert_BTLK[:, :, 0].size]]
+    assert parts.replayed_L2.tolist() == every + cfg.model.predict_ahead * [[0, 0]]
     # One rounding of each gradient's largest number: a program fuses as it is.
     assert_close(got, jax.tree.map(np.asarray, wanted), terms=8)
 

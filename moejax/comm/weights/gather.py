@@ -29,6 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.comm import wire
 from moejax.comm.codecs.codec import Codec, pack, unpack
+from moejax.comm.host import is_on_host, to_device, zeros_by_layer
 from moejax.comm.weights.adapters import (
     AdaptedWeight,
     Adapter,
@@ -98,6 +99,9 @@ def _gather_tagged(shard: Shard, dims: str, spec: StepSpec, dtype: str) -> jax.A
     if shard.weight is None:
         return shard.gathered
     with jax.named_scope("weights"):
+        # Out here, so that gradients return to where the arrays came from.
+        weight, total = jax.tree.map(to_device, (shard.weight, shard.total))
+        shard = replace(shard, weight=weight, total=total)
         return checkpoint_name(gather_shard(shard, dims, spec, dtype), wire.WEIGHT_WIRE)
 
 
@@ -163,7 +167,8 @@ def empty_totals(params: Any, dims: Any, spec: StepSpec) -> Any:
             shape[gather_spec.path.dim] *= wire.size(gather_spec.path.gather)
         gradient = jax.ShapeDtypeStruct(shape, gather_spec.gradient_dtype)
         parts = jax.eval_shape(lambda gradient: _to_add_up(gradient, gather_spec), gradient)
-        return tuple(jnp.zeros((*layers, *part.shape), jnp.float32) for part in parts)
+        zeros = zeros_by_layer if is_on_host(param) else jnp.zeros
+        return tuple(zeros((*layers, *part.shape), jnp.float32) for part in parts)
 
     return jax.tree.map(empty, params, dims)
 

@@ -5,8 +5,9 @@ known. Neither imports JAX. The rules on single values live with the fields in `
 
 Read in this order: this file, `effects` (settings that would change nothing), `gradients`
 (settings that leave a parameter without a gradient), `attention`, `mesh` (axes and their sizes),
-`stages` (the pipeline's), `size` (limits of arrays), `planned` (settings that a planner chooses),
-`paths` (files and folders). `text` has words that their messages share.
+`stages` (the pipeline's), `memory` (what lies on the host), `size` (limits of arrays), `planned`
+(settings that a planner chooses), `paths` (files and folders). `text` has words that their messages
+share.
 """
 
 import math
@@ -14,6 +15,7 @@ import math
 from moejax.config.checks.attention import check_attention
 from moejax.config.checks.effects import check_effects
 from moejax.config.checks.gradients import check_gradients
+from moejax.config.checks.memory import check_memory
 from moejax.config.checks.mesh import (
     AXES,
     check_batch,
@@ -59,6 +61,7 @@ def check(cfg: Config, *, trained: bool = True) -> None:
     check_context(cfg)
     check_batch(cfg)
     check_stages(cfg)
+    check_memory(cfg)
     if trained:
         check_gradients(cfg)
     check_plan(cfg)

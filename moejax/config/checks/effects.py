@@ -17,7 +17,7 @@ RECOMPUTED = ("full", "dots", "token_collectives", "attention", "experts")
 
 _OF_BLOCKS: tuple[_Effect, ...] = (
     (
-        "moe. model.first_dense_layers mesh.expert_weights mesh.expert "
+        "moe. memory.experts model.first_dense_layers mesh.expert_weights mesh.expert "
         "route route_chunks route_chunks_backward route_trim",
         lambda cfg: cfg.model.has_experts,
         "`model.moe_every` is none, so no block has experts",

@@ -16,9 +16,11 @@ class HeadWidth:
 
     Attributes:
       free: whether a model may say otherwise.
+      multiple: whether the width is a multiple of the heads all the same (Llama).
     """
 
     free: bool = True
+    multiple: bool = False
     keys: tuple[str, ...] = ("head_dim",)
 
     def read(self, config: Config) -> dict[str, Any]:
@@ -27,6 +29,11 @@ class HeadWidth:
             raise InputError(
                 f"`head_dim` is {head}. In this family it is `hidden_size` over "
                 f"`num_attention_heads`, {config['hidden_size']} over {heads}. Correct config.json."
+            )
+        if self.multiple and config["hidden_size"] % heads:
+            raise InputError(
+                f"`hidden_size` is {config['hidden_size']}. In this family it is a multiple of "
+                f"`num_attention_heads`, {heads}."
             )
         return {"model.head_width": head}
 

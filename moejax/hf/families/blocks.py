@@ -90,13 +90,16 @@ class OneWindow:
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """A window in some blocks, which `layer_types` lists (gpt-oss, Qwen2-MoE).
+    """A window in some blocks, which `layer_types` lists (gpt-oss, Qwen).
 
     Attributes:
-      switch: a key without which no block has a window (Qwen2-MoE); "": there is no such key.
+      switch: a key without which no block has a window (Qwen); "": there is no such key.
+      turns: whether without a list every second block before `max_window_layers` has a window; else
+        all from it on have one (dense Qwen).
     """
 
     switch: str = ""
+    turns: bool = True
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -122,8 +125,11 @@ class LayerTypes:
         on = not self.switch or config.get(self.switch, False)
         if given is None:
             last = config.get("max_window_layers", layers) if self.switch else layers
-            sees = [FULL if i % 2 or i >= last else SLIDING for i in range(layers)]
-            return sees if on else [FULL] * layers
+            if not on:
+                return [FULL] * layers
+            if not self.turns:
+                return [FULL if i < last else SLIDING for i in range(layers)]
+            return [FULL if i % 2 or i >= last else SLIDING for i in range(layers)]
         if (
             not isinstance(given, Sequence)
             or len(given) != layers

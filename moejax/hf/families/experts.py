@@ -7,6 +7,7 @@ from moejax.config.fields import short
 from moejax.errors import InputError
 from moejax.hf.families.parts import Config, Same, Settings, value_of, whole_number
 
+CHOICES = Same("num_experts_per_tok", "moe.experts_per_token", also=("experts_per_token",))
 SHARED_EXPERTS = Same("n_shared_experts", "moe.num_shared_experts", positive=True)
 SHARED_SIZE = "shared_expert_intermediate_size"
 PAPER = 0.0001  # DeepSeek-V3 (2024), section 4.2: balance factor of each sequence and layer

@@ -20,8 +20,6 @@ def stated(settings: Settings) -> dict[str, Any]:
     Args:
       settings: all settings of the model and its experts, by dotted name.
     """
-    # Of an expert's width, unless `shared_hidden` says another.
-    shared = settings["moe.num_shared_experts"]
     biases = settings["model.attention_bias"]
     keys = {
         "attention_bias": biases,
@@ -32,6 +30,21 @@ def stated(settings: Settings) -> dict[str, Any]:
         "use_qk_norm": settings["model.qk_norm"] != "none",
         "use_sliding_window": settings["model.sliding_window"] is not None,
         "sliding_window": settings["model.sliding_window"],
+        "num_nextn_predict_layers": 0,
+        "num_mtp_layers": 0,
+    }
+    if settings["model.attention"] != "latent":
+        head = settings["model.head_width"]
+        keys["partial_rotary_factor"] = (settings["model.rope_width"] or head) / head
+    has_experts = settings["model.layer_mlps"] or settings["model.moe_every"] is not None
+    return keys | _stated_of_experts(settings) if has_experts else keys
+
+
+def _stated_of_experts(settings: Settings) -> dict[str, Any]:
+    """Returns the values of keys about experts and the blocks that have them."""
+    # Of an expert's width, unless `shared_hidden` says another.
+    shared = settings["moe.num_shared_experts"]
+    keys = {
         "num_experts": settings["moe.num_experts"],
         "num_local_experts": settings["moe.num_experts"],
         "n_routed_experts": settings["moe.num_experts"],
@@ -45,16 +58,11 @@ def stated(settings: Settings) -> dict[str, Any]:
         "n_group": settings["moe.router.num_groups"],
         "topk_group": settings["moe.router.groups_per_token"],
         "router_jitter_noise": 0.0,
-        "num_nextn_predict_layers": 0,
-        "num_mtp_layers": 0,
     }
     if not settings["model.layer_mlps"] and settings["model.moe_every"] == 1:
         keys |= {"first_k_dense_replace": settings["model.first_dense_layers"], "moe_layer_freq": 1}
         keys["decoder_sparse_step"] = 1
         keys["mlp_only_layers"] = list(range(settings["model.first_dense_layers"]))
-    if settings["model.attention"] != "latent":
-        head = settings["model.head_width"]
-        keys["partial_rotary_factor"] = (settings["model.rope_width"] or head) / head
     return keys
 
 
@@ -119,7 +127,6 @@ COMMON: tuple[Part, ...] = (
     Same("hidden_size", "model.width"),
     Same("num_hidden_layers", "model.num_layers"),
     Same("num_attention_heads", "model.num_heads"),
-    Same("num_experts_per_tok", "moe.experts_per_token", also=("experts_per_token",)),
     Same("rms_norm_eps", "model.norm_epsilon"),
     Same("tie_word_embeddings", "model.tie_embeddings", default=False),
     Same("initializer_range", "model.init_deviation", default=0.02),
@@ -140,7 +147,8 @@ class Family:
       implied: settings that every model of the family has, without a key.
       unused: keys that do not change what the model computes; export copies them.
       rules: rules of tensors, without the experts' rules.
-      experts: rules of experts, in each form that files have; the first is written.
+      experts: rules of experts, in each form that files have; the first is written. A dense model
+        has one form, of no rules.
       model_types: other values of `model_type`.
       missing: values of missing keys whose part has no default.
       null: values of nulls by key; any other null of a key with a meaning is refused.
@@ -151,7 +159,7 @@ class Family:
     architecture: str
     parts: tuple[Part, ...]
     rules: tuple[Rule, ...]
-    experts: tuple[tuple[Rule, ...], ...]
+    experts: tuple[tuple[Rule, ...], ...] = ((),)
     implied: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()

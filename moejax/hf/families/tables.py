@@ -1,8 +1,9 @@
 """The families: keys of `config.json` besides the common ones, and rules of tensors.
 
-Read Mixtral first. Sources: Jiang et al. 2024 (Mixtral), Muennighoff et al. 2024 (OLMoE), Qwen team
-2024 and 2025, DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3 models), OpenAI 2025
-(gpt-oss), Zhipu AI 2025 (GLM-4.5), MiniMax 2025.
+Read Mixtral first. Dense families come last. Sources: Jiang et al. 2024 (Mixtral), Muennighoff et
+al. 2024 (OLMoE), Qwen team 2024 and 2025, DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3
+models), OpenAI 2025 (gpt-oss), Zhipu AI 2025 (GLM-4.5), MiniMax 2025, Llama team 2024 (Llama 3),
+Jiang et al. 2023 (Mistral).
 """
 
 from moejax.hf.families.attention import (
@@ -15,6 +16,7 @@ from moejax.hf.families.attention import (
 )
 from moejax.hf.families.blocks import FIRST_DENSE, LayerTypes, OneWindow, SparseStep
 from moejax.hf.families.experts import (
+    CHOICES,
     PAPER,
     SHARED_EXPERTS,
     Balance,
@@ -64,6 +66,7 @@ MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     parts=(
+        CHOICES,
         KEY_VALUE_HEADS,
         HeadWidth(),
         Rope(theta=1e6),
@@ -84,6 +87,7 @@ OLMOE = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
     parts=(
+        CHOICES,
         KEY_VALUE_HEADS,
         HeadWidth(free=False),
         Rope(),
@@ -101,6 +105,7 @@ OLMOE = Family(
 )
 
 MOE = (
+    CHOICES,
     KEY_VALUE_HEADS,
     HeadWidth(),
     Rope(),
@@ -152,6 +157,7 @@ QWEN3_MOE = Family(
 )
 
 MLA = (
+    CHOICES,
     LatentHeads(),
     SHARED_EXPERTS,
     DenseHidden(),
@@ -221,6 +227,7 @@ GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     parts=(
+        CHOICES,
         KEY_VALUE_HEADS,
         HeadWidth(),
         Rope(theta=150_000.0, named=True),
@@ -265,6 +272,7 @@ GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     parts=(
+        CHOICES,
         KEY_VALUE_HEADS,
         HeadWidth(),
         HeadNorm(),
@@ -293,6 +301,7 @@ MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
     model_types=("minimax",),  # of the first files, whose architecture says which
     parts=(
+        CHOICES,
         KEY_VALUE_HEADS,
         HeadWidth(),
         Rope(theta=5e6, partial="rotary_dim"),
@@ -338,6 +347,69 @@ MINIMAX_M2 = Family(
     experts=SPARSE_EXPERTS,
 )
 
+# What a model without experts has.
+PLAIN = {"model.moe_every": None}
+PLAIN_RULES = (*ROOT, *NORMS, *GROUPED, *DENSE)
+LAST_WINDOWS = LayerTypes(switch="use_sliding_window", turns=False)
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    parts=(
+        KEY_VALUE_HEADS,
+        HeadWidth(multiple=True),
+        Rope(),
+        DenseHidden(),
+        BothBiases(),
+        Always("mlp_bias", False),
+    ),
+    implied=PLAIN,
+    null={"head_dim": None, "num_key_value_heads": None, **POSITIONS},
+    rules=PLAIN_RULES,
+)
+
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    parts=(KEY_VALUE_HEADS, HeadWidth(), Rope(), DenseHidden(), OneWindow()),
+    implied=PLAIN,
+    missing={"num_key_value_heads": 8, "sliding_window": 4096},
+    null={"head_dim": None, "sliding_window": None, **POSITIONS},
+    rules=PLAIN_RULES,
+)
+
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    parts=(
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(),
+        DenseHidden(),
+        LAST_WINDOWS,
+        Always("use_mrope", False),
+    ),
+    implied={**PLAIN, "model.attention_bias": True},
+    missing={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    null={"layer_types": None, "num_key_value_heads": None, "sliding_window": None, **POSITIONS},
+    rules=PLAIN_RULES,
+)
+
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    parts=(KEY_VALUE_HEADS, HeadWidth(), Rope(), DenseHidden(), LAST_WINDOWS, BothBiases()),
+    implied={**PLAIN, "model.qk_norm": "head"},
+    missing={
+        "head_dim": 128,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    null={"layer_types": None, "num_key_value_heads": None, "sliding_window": None, **POSITIONS},
+    rules=PLAIN_RULES,
+)
+
 FAMILIES = (
     MIXTRAL,
     OLMOE,
@@ -348,4 +420,8 @@ FAMILIES = (
     GPT_OSS,
     GLM4_MOE,
     MINIMAX_M2,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
 )

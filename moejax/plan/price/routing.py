@@ -19,7 +19,7 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.layout.layout import Layout, build_layout
 from moejax.layout.route import Route, plain_route
-from moejax.moe.copies import place_shares, plan_copies, rings
+from moejax.moe.copies import of_places, place_shares, plan_copies, rings
 from moejax.moe.dispatch import ROUND_SHARE
 from moejax.moe.sizes import BucketSizes, expert_capacity, usual_sizes
 from moejax.plan.price.cost import BucketFill
@@ -141,7 +141,7 @@ def _of_places(load: ExpertLoad, cfg: Config, layout: Layout) -> tuple[ExpertLoa
     for share_E in map(np.array, load.share_LE):
         plan = plan_copies((share_E * 2**22).astype(np.int32), rings_r, np)
         shares.append(tuple(place_shares(share_E, plan, rings_r).tolist()))
-    places = dataclasses.replace(cfg.moe, num_experts=len(shares[0]))
+    places = of_places(cfg.moe, len(shares[0]))
     return dataclasses.replace(load, share_LE=tuple(shares)), dataclasses.replace(cfg, moe=places)
 
 

@@ -21,10 +21,13 @@ from moejax.runtime.start import join
 from moejax.screen import screen
 from moejax.serve.batch import Batch
 from moejax.serve.endpoint.jobs import ServedModel
+from moejax.serve.experts.places import Places
 from moejax.serve.flags import (
     add_checkpoint,
+    add_expert_slots,
     add_settings,
     add_tokenizer,
+    check_expert_slots,
     choose_model,
     load_model,
 )
@@ -73,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add("--queue", type=int, default=64, metavar="N", help="sequences that wait (default: 64)")
     grace = "seconds that running requests may still take after a stop signal (default: 30)"
     add("--grace", type=float, default=30, metavar="S", help=grace)
+    add_expert_slots(command)
     add_tokenizer(command)
     add_settings(command)
     return command
@@ -86,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         _check_extra()
         _check_flags(args)
+        check_expert_slots(args)
         api_key = _api_key(args)
         with join() as processes:
             _run(args, overrides, api_key, processes)
@@ -159,11 +164,14 @@ def _run(
     for note in (*chosen.notes, *notes):
         console.print(note, highlight=False, soft_wrap=True)
     form = {"slots": args.slots, "positions": positions, "allowed": vocabulary.allowed}
-    programs, state = load_model(chosen, processes, console, **form)
+    form["expert_slots"] = args.expert_slots
+    programs, state, places = load_model(chosen, processes, console, **form)
     batch = Batch(programs, state, processes)
 
     def prepare(batch: Batch) -> None:
         warm_up(batch, programs, lambda case, of: _tell(console, case, of))
+        if places is not None:  # what warmed it up is no load
+            batch.count, batch.follow = places.count, places.follow
 
     if opened is None:
         with Interrupt():  # a launcher sends the signal to all, and process 0 says when to stop
@@ -178,7 +186,7 @@ def _run(
             positions=positions,
             texts=programs.slots * programs.devices + args.queue,
         )
-        code = _serve(args, model, batch, processes, prepare, opened, api_key)
+        code = _serve(args, model, batch, places, processes, prepare, opened, api_key)
     if code:
         raise KeyboardInterrupt
 
@@ -187,6 +195,7 @@ def _serve(
     args: argparse.Namespace,
     model: ServedModel,
     batch: Batch,
+    places: Places | None,
     processes: Processes,
     prepare: Callable[[Batch], None],
     opened: socket,
@@ -198,8 +207,8 @@ def _serve(
     from moejax.serve.endpoint.server import Server, url_of
     from moejax.serve.endpoint.worker import Worker
 
-    metrics = Metrics()
-    worker = Worker(batch, processes, metrics, most=model.texts)
+    metrics = Metrics(expert_slots=places is not None)
+    worker = Worker(batch, processes, metrics, most=model.texts, places=places)
     loopback_only = is_loopback(args.host)
     endpoint = Endpoint(model, worker, metrics, api_key=api_key, loopback_only=loopback_only)
 

@@ -20,6 +20,7 @@ from moejax.runtime.processes import Processes
 from moejax.serve.batch import Batch, Event, Request
 from moejax.serve.endpoint.fields import RefusedError
 from moejax.serve.endpoint.metrics import Metrics
+from moejax.serve.experts.places import Places
 from moejax.serve.programs import LONG, SHORT, Programs
 from moejax.serve.sampling import GREEDY, Sampling
 
@@ -92,12 +93,21 @@ class Worker:
       error: what ended the thread.
     """
 
-    def __init__(self, batch: Batch, processes: Processes, metrics: Metrics, *, most: int):
-        """Takes the most texts that may be under way, running or waiting."""
+    def __init__(
+        self,
+        batch: Batch,
+        processes: Processes,
+        metrics: Metrics,
+        *,
+        most: int,
+        places: Places | None = None,
+    ):
+        """Takes the most texts that may be under way, running or waiting; and places to count."""
         self.ready, self.error = False, None
         self._numbered, self._processes, self._metrics = NumberedBatch(batch), processes, metrics
         self._most, self._jobs, self._next = most, dict[int, RunningJob](), 0
         self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._places = places
 
     def start(self, warm_up: Callable[[Batch], None], on_change: Callable[[], None]) -> None:
         """Starts the thread.
@@ -175,6 +185,8 @@ class Worker:
                     return
                 refused = self._numbered.apply(commands)
                 news, batch = self._numbered.step(), self._numbered.batch
+                if self._places is not None:
+                    self._tell(self._metrics.count_places, self._places.counts)
                 self._tell(self._deliver, news, refused, batch.running, batch.waiting)
         except BaseException as error:  # the main thread raises it
             self.error = error

@@ -3,7 +3,8 @@
 A state for generation has the weights of all places in place of those of all experts, and beside
 each router a table (`moe.layer.Table`). Both are arguments of the programs, so nothing recompiles.
 Whatever the table, a token reaches its experts. What its author did not foresee costs time:
-buckets overflow, and the rest goes in rounds.
+buckets overflow, and the rest goes in rounds. So weights may move between any two calls, also while
+texts are under way (`Places.follow`).
 
 Letters: L layers with experts, E experts, P devices that own experts, M places (on a device: its
 own).
@@ -18,6 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from moejax.comm import wire
+from moejax.comm.cpu import gloo
 from moejax.errors import InputError
 from moejax.layout.layout import Axes
 from moejax.model.cached import Loads
@@ -38,6 +40,8 @@ from moejax.serve.programs import Programs
 from moejax.step.state import TrainState
 
 Arrays = list[jax.Array]
+STEPS = 64  # calls between two looks at a layer, or as many as there are layers
+ENOUGH = 400  # choices a device that tell its load within 5 %, as 1 / sqrt(400)
 
 
 class Places:
@@ -45,9 +49,11 @@ class Places:
 
     Attributes:
       tables: of each layer.
-      load_LE: choices of each expert since the tables were planned.
-      overflowed: choices that went in overflow rounds since then.
-      rounds: number of these rounds, of all layers.
+      load_LE: choices of each expert since the tables were planned; halved by each `follow`.
+      overflowed: choices that went in overflow rounds, of all calls.
+      rounds: number of these rounds, of all calls and layers.
+      replanned: how many times a layer got another table.
+      moved: how many places got the weights of another expert.
     """
 
     def __init__(self, programs: Programs, processes: Processes = ALONE):
@@ -75,6 +81,9 @@ class Places:
                 layer = name[name.index(".") + 1 : name.index("moe.")]
                 self._leaves.setdefault(layer, []).append(number)
         self._specs = [leaf.sharding.spec for _, leaf in weights]
+        # Programs are dispatched one behind the other. Gloo alone would mix their messages.
+        self._waits = gloo.is_gloo(step.mesh)
+        self.overflowed = self.rounds = self.replanned = self.moved = self._calls = 0
         self._at_home()
 
     def _at_home(self) -> None:
@@ -82,11 +91,12 @@ class Places:
         e = self._experts // self.cluster.P
         own_PM = np.arange(e + self.cluster.slots) % e + e * np.arange(self.cluster.P)[:, None]
         self._held = [own_PM.reshape(-1) for _ in self._leaves]  # the expert that a place holds
-        self._forget()
-
-    def _forget(self) -> None:
         self.load_LE = np.zeros((len(self._leaves), self._experts))
-        self.overflowed = self.rounds = 0
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many tables were replanned, places filled anew, and choices overflowed so far."""
+        return self.replanned, self.moved, self.overflowed
 
     def count(self, loads: Loads) -> None:
         """Adds the loads of a call."""
@@ -118,7 +128,8 @@ class Places:
                 if not keep:
                     old.delete()
         frozen, params = jax.tree.unflatten(tree, leaves)
-        return self._with_tables(state._replace(frozen=frozen, params=params))
+        state = state._replace(frozen=frozen, params=params)
+        return self._with_tables(state, dict(enumerate(self.tables)))
 
     def place(self, state: TrainState, load_LE: np.ndarray, plan: str) -> TrainState:
         """Plans a table for each layer where that pays, and moves weights. Returns the new state.
@@ -138,34 +149,89 @@ class Places:
             )
         if plan not in (*PLANS, "best"):
             raise InputError(f"unknown plan. Got {plan!r}. Take one of {', '.join(PLANS)}, best.")
-        tables = []
-        for held, load_E in zip(self.tables, load_LE, strict=False):
-            new = plan_table(plan, load_E, self.cluster)
-            before, after = (device_loads(x, load_E, self.cluster).max() for x in (held, new))
-            tables.append(new if before > WORTH * after else held)
-        return self.apply(state, tables)
+        tables = [self._planned(layer, plan, load_E) for layer, load_E in enumerate(load_LE)]
+        state = self.apply(state, tables)
+        self.load_LE[:] = 0
+        return state
+
+    def compile_moves(self, state: TrainState) -> TrainState:
+        """Moves weights of each layer and sends choices home again, so that no text waits for it.
+
+        Args:
+          state: weights whose experts are at home.
+        """
+        hot_LE = np.eye(self._experts)[[0] * len(self._leaves)]
+        state = self.place(state, hot_LE, "greedy")
+        state = self.apply(state, [homes(self._experts, self.cluster) for _ in self._leaves])
+        self.replanned = self.moved = 0
+        return state
+
+    def follow(self, state: TrainState, running: jax.Array) -> TrainState:
+        """Looks at one layer by turns while a call runs. Returns the state for the next call.
+
+        Each layer is looked at every `STEPS` calls, or as many as there are layers. It moves as in
+        `place` from the load so far, which is then halved, so that older calls count less; but not
+        before `ENOUGH` choices a device. The host does not wait for weights that move, but where
+        gloo carries them.
+
+        Args:
+          state: that of the call. Weights that another place takes are deleted.
+          running: a result of the call.
+        """
+        layer = self._calls % max(STEPS, len(self._leaves))
+        self._calls += 1
+        if layer >= len(self._leaves) or self.load_LE[layer].sum() < ENOUGH * self.cluster.P:
+            return state
+        table = self._planned(layer, "best", self.load_LE[layer])
+        self.load_LE[layer] /= 2
+        if self._waits:
+            jax.block_until_ready(running)
+        return self._with_layers(state, {layer: table})
+
+    def _planned(self, layer: int, plan: str, load_E: np.ndarray) -> Table:
+        """Returns a table that pays, or the layer's own."""
+        own = self.tables[layer]
+        busiest, mean = device_loads(own, load_E, self.cluster).max(), load_E.sum() / self.cluster.P
+        if busiest <= WORTH * mean:  # no plan is better than even
+            return own
+        new = plan_table(plan, load_E, self.cluster)
+        return new if busiest > WORTH * device_loads(new, load_E, self.cluster).max() else own
 
     def apply(self, state: TrainState, tables: list[Table]) -> TrainState:
         """Moves weights to where tables say, layer after layer. Returns the new state.
 
         Wire: for each place number at which any device's expert changes, and each distance that
-        one comes from, one expert's weights from each device. Memory: one further layer.
+        one comes from, one expert's weights from each device. Memory: one further layer; a layer's
+        old weights are deleted.
 
         Args:
           tables: of the first layers; the others stay.
         """
+        return self._with_layers(state, dict(enumerate(tables)))
+
+    def _with_layers(self, state: TrainState, tables: dict[int, Table]) -> TrainState:
+        """As `apply`, for tables by layer."""
         leaves, tree = jax.tree.flatten((state.frozen, state.params))
-        for layer, (numbers, new) in enumerate(zip(self._leaves.values(), tables, strict=False)):
+        numbers_L, changed = list(self._leaves.values()), {}
+        for layer, new in tables.items():
+            if new is self.tables[layer]:
+                continue
             table = aligned(new, self._held[layer], self.cluster)
             from_PM = sources(table.expert_M, self._held[layer], self.cluster)
-            from_PM = from_PM.reshape(self.cluster.P, -1)
-            moved = self._moved([leaves[n] for n in numbers], numbers, _moves(from_PM))
-            for number, array in zip(numbers, moved, strict=True):
-                leaves[number] = array
+            self.replanned += 1
+            self.moved += int((from_PM != np.arange(len(from_PM))).sum())
+            moves, numbers = _moves(from_PM.reshape(self.cluster.P, -1)), numbers_L[layer]
+            if moves:
+                moved = self._moved([leaves[n] for n in numbers], numbers, moves)
+                if len(tables) > 1:  # a layer is there twice at a time
+                    jax.block_until_ready(moved)
+                for number, array in zip(numbers, moved, strict=True):
+                    leaves[number].delete()
+                    leaves[number] = array
             self.tables[layer], self._held[layer] = table, table.expert_M
+            changed[layer] = table
         frozen, params = jax.tree.unflatten(tree, leaves)
-        self._forget()
-        return self._with_tables(state._replace(frozen=frozen, params=params))
+        return self._with_tables(state._replace(frozen=frozen, params=params), changed)
 
     def _moved(
         self, own: Arrays, numbers: list[int], moves: list[tuple[int, np.ndarray, int]]
@@ -176,28 +242,28 @@ class Places:
         def copy(old: Arrays) -> Arrays:
             return [jnp.array(x, copy=True) for x in old]
 
-        if not moves:
-            return own
         everywhere = PartitionSpec()
         moved = self._call(self._program("copy", copy, (specs,), specs), own)
         body, in_specs = partial(_move, axes=self._axes), (specs, specs, (everywhere,) * 3)
         program = self._program("move", body, in_specs, specs, donate_argnums=1)
         for move in moves:
             placed = tuple(self._programs.put(np.asarray(x, np.int32), everywhere) for x in move)
-            # A collective is under way at a time.
-            moved = jax.block_until_ready(self._call(program, own, moved, placed))
+            moved = self._call(program, own, moved, placed)
+            if self._waits:
+                jax.block_until_ready(moved)
         return moved
 
-    def _with_tables(self, state: TrainState) -> TrainState:
-        """Puts the tables into a state beside its selection biases."""
-        held = self._programs.train_step.abstract.router_bias
-        known = dict(_named(state.router_bias))
-        new = iter([placement(one, self._experts, self.cluster) for one in self.tables])
-        leaves = [
-            self._placed(next(new)[None], leaf) if name.endswith(".table") else known[name]
-            for name, leaf in _named(held)
-        ]
-        return state._replace(router_bias=jax.tree.unflatten(jax.tree.structure(held), leaves))
+    def _with_tables(self, state: TrainState, tables: dict[int, Table]) -> TrainState:
+        """Puts tables of some layers into a state beside its selection biases."""
+        held = _named(self._programs.train_step.abstract.router_bias)
+        known, names = dict(_named(state.router_bias)), [n for n, _ in held if n.endswith(".table")]
+        new = {
+            names[layer]: placement(table, self._experts, self.cluster)[None]
+            for layer, table in tables.items()
+        }
+        leaves = [self._placed(new[n], x) if n in new else known[n] for n, x in held]
+        tree = jax.tree.structure(self._programs.train_step.abstract.router_bias)
+        return state._replace(router_bias=jax.tree.unflatten(tree, leaves))
 
     def _placed(self, array: np.ndarray, leaf: Any) -> jax.Array:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])

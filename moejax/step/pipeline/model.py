@@ -72,6 +72,7 @@ class RouterParts(NamedTuple):
     load_LE: jax.Array
     uneven_L3: jax.Array
     needed_LEQ: jax.Array | None = None
+    replayed_L2: jax.Array | None = None
 
 
 class StagedModel:
@@ -369,12 +370,12 @@ class StagedModel:
         zero = jnp.zeros(())
         if stats is None:
             return zero, no_parts()
-        loss, balance, load_LE, uneven_L3 = router_losses(
+        loss, balance, load_LE, uneven_L3, replayed_L2 = router_losses(
             stats, self.model.cfg.moe, layout or self.layout.inside
         )
         share = len(load_LE) / self.expert_layers / self.micro_batches / slices
         entropy = jnp.mean(stats.entropy)
-        parts = balance * share, entropy * share, load_LE, uneven_L3, stats.needed_EQ
+        parts = balance * share, entropy * share, load_LE, uneven_L3, stats.needed_EQ, replayed_L2
         return loss * share, RouterParts(*parts)
 
 

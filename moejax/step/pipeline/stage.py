@@ -11,19 +11,30 @@ weights are added to their sums layer by layer, so those of all layers never exi
 - `input`: `RecomputingStage` saves its input alone. Backward runs forward again, a third more
   products, and holds the residuals of one task then.
 
+With `memory.residuals=host` a `DistantStage` has the slots in the host's memory. On the device are
+two: of the task that ran forward, and of the one that runs backward. Copies have a whole tick:
+
+    tick t - 1   a task runs forward, into slot AHEAD
+    tick t       its residuals leave for the host, and those of the task that runs backward at
+                 tick t + 1 come, while both passes of tick t compute
+
+The last stage runs a task backward one tick after it ran forward. Its residuals cannot be back by
+then; they go from one slot on the device to the other.
+
 A layer here is one repeat of a layer group. Letters: those of `layout.layout`; L this stage's
 layers, R = L / V those of one of its V virtual stages (`repeats`), S slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moejax.comm.host import to_device, to_host, zeros_by_layer
 from moejax.step.pipeline.model import Past, RouterParts, StagedModel, StageTask
-from moejax.step.pipeline.schedule import PipelineSchedule
+from moejax.step.pipeline.schedule import Phase, PipelineSchedule
 from moejax.step.pipeline.weights import entry
 from moejax.step.state import Tree
 
@@ -36,10 +47,17 @@ class Slots(NamedTuple):
     Attributes:
       saved: residuals of tasks, arrays [S, R, ...]; or their inputs [S, B, t, D].
       past: keys and values of micro-batches whose slices have begun, arrays [S, R, B, T, ...].
+      distant: of a `DistantStage` all slots, on the host, and one more for tasks in the bubble:
+        [S + 1, R, ...]. `saved` are then the two on the device.
+      coming: during a tick the residuals that arrive for the next one, [R, ...].
+      slot: of the last task that ran forward; its place among `distant`.
     """
 
     saved: Arrays
     past: Arrays
+    distant: Sequence[jax.Array] = ()
+    coming: Sequence[jax.Array] = ()
+    slot: jax.Array | None = None
 
 
 class Gradients(NamedTuple):
@@ -162,6 +180,18 @@ class SavingStage:
     def __init__(self, staged: StagedModel):
         self.layers = Layers(staged)
 
+    def begin_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
+        """Starts copies of saved activations that a tick hides. Here all stay where they are.
+
+        Args:
+          following: the task that runs backward at the next tick.
+        """
+        return slots
+
+    def end_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
+        """Ends what `begin_tick` started."""
+        return slots
+
     def empty_slots(self, schedule: PipelineSchedule, x_BtD: jax.Array) -> Slots:
         """Returns zeros in the slots of a schedule.
 
@@ -244,11 +274,86 @@ class SavingStage:
         return self.layers.backward(saved, task, layer, past, gradients)
 
 
+AHEAD, BEHIND = 0, 1  # slots on the device: of the task that ran forward, of the one that runs back
+
+
+class DistantStage(SavingStage):
+    """A `SavingStage` whose slots are in the host's memory, two apart."""
+
+    def empty_slots(self, schedule: PipelineSchedule, x_BtD: jax.Array) -> Slots:
+        """As `SavingStage.empty_slots`."""
+        near = super().empty_slots(schedule._replace(saved_groups=(2,), stages=1), x_BtD)
+        own = super().empty_slots(schedule, x_BtD)
+        distant = [zeros_by_layer((schedule.slots + 1, *x.shape[1:]), x.dtype) for x in near.saved]
+        return Slots(near.saved, own.past, distant, slot=jnp.int32(schedule.slots))
+
+    def begin_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
+        """Sends the residuals of the last tick to the host, and those of the next tick back."""
+        distant, coming = slots.distant, ()
+        put, get = lax.dynamic_update_index_in_dim, lax.dynamic_index_in_dim
+        if phase.forward:
+            pairs = zip(distant, slots.saved, strict=True)
+            distant = [put(x, to_host(near[AHEAD]), slots.slot, 0) for x, near in pairs]
+        if phase.backward:
+            coming = [to_device(get(x, following.slot, keepdims=False)) for x in distant]
+        return slots._replace(distant=distant, coming=coming)
+
+    def end_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
+        """Has what arrived ready for backward; what just ran forward was never sent."""
+        if not phase.backward:  # then only the last stage runs backward at the next tick
+            coming = [near[AHEAD] for near in slots.saved]
+        else:
+            here = following.slot == slots.slot
+            pairs = zip(slots.saved, slots.coming, strict=True)
+            coming = [jnp.where(here, near[AHEAD], x) for near, x in pairs]
+        saved = [x.at[BEHIND].set(y) for x, y in zip(slots.saved, coming, strict=True)]
+        return slots._replace(saved=saved, coming=())
+
+    def forward(self, slots: Slots, x_BtD: jax.Array, task: StageTask) -> Any:
+        """As `SavingStage.forward`."""
+        near, task_ahead = _near(slots), task._replace(slot=jnp.int32(AHEAD))
+        new, *results = super().forward(near, x_BtD, task_ahead)
+        return self._taken(slots, new, task), *results
+
+    def backward(self, slots: Slots, task: StageTask, gradients: Gradients) -> Any:
+        """As `SavingStage.backward`."""
+        return super().backward(_near(slots), task._replace(slot=jnp.int32(BEHIND)), gradients)
+
+    def forward_and_backward(
+        self,
+        slots: Slots,
+        x_BtD: jax.Array,
+        forward: StageTask,
+        backward: StageTask,
+        gradients: Gradients,
+    ) -> Any:
+        """As `SavingStage.forward_and_backward`."""
+        ahead, behind = (
+            task._replace(slot=jnp.int32(slot))
+            for task, slot in ((forward, AHEAD), (backward, BEHIND))
+        )
+        near = _near(slots)
+        new, *results = super().forward_and_backward(near, x_BtD, ahead, behind, gradients)
+        return self._taken(slots, new, forward), *results
+
+    def _taken(self, slots: Slots, new: Slots, task: StageTask) -> Slots:
+        """Returns the slots after a task ran forward; in the bubble its place is the last."""
+        bubble = len(slots.distant[0]) - 1
+        slot = jnp.where(task.valid, task.slot, bubble)
+        return slots._replace(saved=new.saved, past=new.past, slot=slot)
+
+
 class RecomputingStage:
     """A stage that saves its input alone: slots [S, B, t, D]."""
 
     def __init__(self, staged: StagedModel):
         self.layers = Layers(staged)
+
+    def begin_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
+        """As `SavingStage.begin_tick`: does nothing."""
+        return slots
+
+    end_tick = begin_tick
 
     def empty_slots(self, schedule: PipelineSchedule, x_BtD: jax.Array) -> Slots:
         """As `SavingStage.empty_slots`."""
@@ -277,6 +382,11 @@ class RecomputingStage:
         return self.layers.scan(run_one, gradients)[0], parts
 
 
+def _near(slots: Slots) -> Slots:
+    """Returns what of a `DistantStage`'s slots is on the device."""
+    return Slots(slots.saved, slots.past)
+
+
 def any_task() -> StageTask:
     """Returns a task for traces of which only shapes count."""
     zero = jnp.int32(0)
@@ -285,8 +395,11 @@ def any_task() -> StageTask:
 
 def build_stage(staged: StagedModel) -> RecomputingStage | SavingStage:
     """Returns this device's stage, of the kind that `mesh.stage_keeps` names."""
+    cfg = staged.model.cfg
+    if cfg.memory.residuals == "host":
+        return DistantStage(staged)
     stages = {"input": RecomputingStage, "residuals": SavingStage}
-    return stages[staged.model.cfg.mesh.stage_keeps](staged)
+    return stages[cfg.mesh.stage_keeps](staged)
 
 
 def _joined(parts: RouterParts) -> RouterParts:
@@ -300,7 +413,7 @@ def _joined(parts: RouterParts) -> RouterParts:
         jnp.sum(parts.entropy),
         parts.load_LE.reshape(-1, parts.load_LE.shape[-1]),
         parts.uneven_L3.reshape(-1, 3),
-        jax.tree.map(lambda n: n.reshape(-1, *n.shape[2:]), parts.needed_LEQ),
+        *jax.tree.map(lambda n: n.reshape(-1, *n.shape[2:]), parts[4:]),
     )
 
 

@@ -135,7 +135,14 @@ class Ticks:
         return state
 
     def tick(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
-        """Runs tick t of a phase."""
+        """Runs tick t of a phase, while saved activations travel."""
+        following = self.backward_at(t + 1)
+        state = state._replace(slots=self.stage.begin_tick(state.slots, phase, following))
+        state = self.compute(state, t, phase)
+        return state._replace(slots=self.stage.end_tick(state.slots, phase, following))
+
+    def compute(self, state: TickState, t: jax.Array, phase: Phase) -> TickState:
+        """Computes what tick t of a phase has."""
         if phase.backward:
             leading = self.inputs.backward_at(
                 state.leading, state.input_gradient, t, boundary=phase.boundary
@@ -175,7 +182,8 @@ class Ticks:
             shape = (count * counts.shape[0], *counts.shape[1:])
             return jax.ShapeDtypeStruct(shape, counts.dtype)
 
-        counts = {name: getattr(parts, name) for name in ("load_LE", "uneven_L3", "needed_LEQ")}
+        names = ("load_LE", "uneven_L3", "needed_LEQ", "replayed_L2")
+        counts = {name: getattr(parts, name) for name in names}
         parts = parts._replace(**jax.tree.map(every, counts))
         share_BtD, zero_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
         combined, link = self.schedule.combined, self.gradient_link
@@ -257,6 +265,12 @@ class Ticks:
         """Sends a gradient to the previous stage. Wire: all of the encoded array."""
         return self.gradient_link.to_previous(encoded, around=self.transfers.interleaved)
 
+    def backward_at(self, t: jax.Array) -> StageTask:
+        """Returns the task that runs backward at tick t."""
+        stages_after = self.staged.stages - 1 - self.staged.stage_index
+        n = t - self.schedule.first_backward - stages_after
+        return self.staged.task(n, self.schedule.section(n, backward=True))
+
     def backward_task(
         self, state: TickState, dy_BtD: jax.Array, t: jax.Array, phase: Phase
     ) -> tuple[StageTask, Gradients]:
@@ -265,13 +279,12 @@ class Ticks:
         Args:
           dy_BtD: output gradient from the next stage; the last stage has that of a loss step.
         """
-        stages_after, schedule = self.staged.stages - 1 - self.staged.stage_index, self.schedule
-        n = t - schedule.first_backward - stages_after
-        task = self.staged.task(n, schedule.section(n, backward=True))
+        task, schedule = self.backward_at(t), self.schedule
         if phase.boundary:
             slot = schedule.loss_slot(task.micro_batch, task.slice_index)
             loss_BtD = entry(state.loss_gradients, slot)
-            dy_BtD = jnp.where(stages_after == 0, loss_BtD, dy_BtD)
+            is_last = self.staged.stage_index == self.staged.stages - 1
+            dy_BtD = jnp.where(is_last, loss_BtD, dy_BtD)
         # Backward begins with the last slice, whose keys no later slice has attended to.
         is_last = task.slice_index == schedule.slices - 1
         past = [jnp.where(is_last, 0, x) for x in state.past]
@@ -311,7 +324,7 @@ def _add_parts(state: TickState, parts: RouterParts | None, task: StageTask) -> 
         sums.entropy + jnp.where(task.valid, parts.entropy, 0),
         add_counts(sums.load_LE, parts.load_LE),
         add_counts(sums.uneven_L3, parts.uneven_L3),
-        jax.tree.map(add_counts, sums.needed_LEQ, parts.needed_LEQ),
+        *jax.tree.map(add_counts, sums[4:], parts[4:]),
     )
     return state._replace(router_parts=sums)
 
@@ -337,7 +350,12 @@ def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -
         parts += [head] if len(head) else []
         return jnp.concatenate(parts) if parts else leading
 
-    layers = end.router_parts
+    def replayed(parts: RouterParts) -> jax.Array:
+        if parts.replayed_L2 is not None:
+            return parts.replayed_L2
+        return jnp.zeros((len(parts.load_LE), 2), jnp.int32)
+
+    layers, is_replayed = end.router_parts, staged.local_batch.expert_BTLK is not None
     needed = [n for n in (leading.needed_LEQ, layers.needed_LEQ, head.needed_LEQ) if n is not None]
     return LossParts(
         end.head_parts.nll,
@@ -347,4 +365,5 @@ def join_loss_parts(staged: StagedModel, leading: RouterParts, end: TickState) -
         join(leading.uneven_L3, layers.uneven_L3, head.uneven_L3),
         end.head_parts.ahead,
         jnp.concatenate(needed) if needed else None,
+        join(*map(replayed, (leading, layers, head))) if is_replayed else None,
     )

@@ -51,6 +51,8 @@ class Report:
     ahead_loss: float | None = None
     without_targets: bool | None = None  # whether no position of the step had a target; None: some
     forced_routing: str | None = None  # `moe.router.forced`; None where scores choose experts
+    # Share of the recorded choices that the router makes too; None without, NaN if a step has none.
+    routing_agreement: float | None = None
 
     def line(self, num_steps: int, width: int | None = None) -> str:
         """Returns the report as one line of text.
@@ -68,6 +70,7 @@ class Report:
             "rate": f"{self.tokens_per_second:,.0f} tok/s",
             "flops": f"{gigaflops:,.1f} GFLOP/s ({self.share_of_peak:.0%} of peak)",
             "balance": f"balance {self.balance:.3f}",
+            "replayed": self._replayed_text(),
             "dropped": f"dropped {sum(self.dropped)}",
             "rounds": f"overflow rounds {sum(self.rounds)}" if any(self.rounds) else "",
             "skipped": f"skipped {self.skipped}" if self.skipped else "",
@@ -77,6 +80,12 @@ class Report:
             if width is not None and len("  ".join(filter(None, parts.values()))) > width:
                 parts[left_out] = ""
         return "  ".join(filter(None, parts.values()))
+
+    def _replayed_text(self) -> str:
+        agreed = self.routing_agreement
+        if agreed is None or math.isnan(agreed):
+            return ""
+        return f"as recorded {agreed:.1%}"
 
     def _ahead_text(self) -> str:
         if self.ahead_loss is None:
@@ -159,7 +168,16 @@ class Meter:
             ahead_loss=ahead,
             without_targets=None if has_targets(metrics) else True,
             forced_routing=self.forced_routing,
+            routing_agreement=agreement_of(metrics),
         )
+
+
+def agreement_of(metrics: Metrics) -> float | None:
+    """Returns the share of a step's recorded choices that the router makes too, of all layers."""
+    if metrics.replayed_L2 is None:
+        return None
+    agreed, given = np.asarray(metrics.replayed_L2).sum(axis=0)
+    return float(agreed / given) if given else math.nan
 
 
 def has_targets(metrics: Metrics) -> bool:

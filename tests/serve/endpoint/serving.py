@@ -110,10 +110,10 @@ def served_model(chat=True, template=TEMPLATE, **changes):
 
 
 @contextlib.contextmanager
-def serving(batch, *, api_key=None, grace=5.0, warm_up=lambda batch: None, **changes):
+def serving(batch, *, api_key=None, grace=5.0, warm_up=lambda batch: None, places=None, **changes):
     """A server at a free port, and clients of it."""
-    model, metrics = served_model(**changes), Metrics()
-    worker = Worker(batch, ALONE, metrics, most=model.texts)
+    model, metrics = served_model(**changes), Metrics(expert_slots=places is not None)
+    worker = Worker(batch, ALONE, metrics, most=model.texts, places=places)
     endpoint = Endpoint(model, worker, metrics, api_key=api_key, loopback_only=True)
     opened = listen("127.0.0.1", 0)
     server = Server(endpoint, opened, grace=grace)

@@ -13,6 +13,7 @@ from moejax.errors import InputError
 from moejax.serve.endpoint import completions
 from moejax.serve.endpoint.app import BODY_BYTES
 from moejax.serve.endpoint.server import listen
+from moejax.serve.experts.places import Places
 from tests.docs.pages import blocks_of
 from tests.serve.endpoint.serving import (
     NAME,
@@ -269,6 +270,26 @@ def test_models_health_and_metrics(served):
     assert "_created" not in text.text
     assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert re.search(r'^moejax_next_token_seconds_bucket\{le="0.005"\} \d', text.text, re.MULTILINE)
+    assert "moejax_expert" not in text.text, "there are no slots for experts"
+
+
+class Counted(Places):
+    """Says how often experts moved."""
+
+    def __init__(self):
+        self.replanned, self.moved, self.overflowed = 2, 6, 0
+
+
+def test_moves_of_experts_are_counted():
+    places = Counted()
+    with serving(Scripted(), places=places) as found:
+        assert found.ready.wait(10)
+        for _ in range(2):
+            found.openai.completions.create(model=NAME, prompt="abc", max_tokens=5)
+            assert metric(found, "moejax_expert_tables_total") == places.replanned
+            assert metric(found, "moejax_experts_moved_total") == places.moved
+            assert metric(found, "moejax_overflowed_choices_total") == places.overflowed
+            places.replanned, places.moved, places.overflowed = 3, 7, 40
 
 
 BAD = [

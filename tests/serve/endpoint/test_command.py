@@ -11,6 +11,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -149,13 +150,16 @@ def test_two_processes_serve_one_mesh(run, capsys):
     drawn = ["--temperature", "0.8", "--seed", "7", "--top-k", "50"]
     wanted += generated(run, capsys, "--prompt", "def ", *drawn)
     launcher = (*LOCAL, "--devices", 1)
-    with started(run, launcher=launcher, JAX_NUM_CPU_DEVICES="1") as served:
+    slots = ("--expert-slots", "1", "--follow-load", "--config.mesh.expert=2")
+    with started(run, *slots, launcher=launcher, JAX_NUM_CPU_DEVICES="1") as served:
         ask = served.openai.completions.create
         common = {"model": "tiny", "prompt": "def ", "max_tokens": 10}
         found = [ask(**common, temperature=0).choices[0].text]
         drawn = {"temperature": 0.8, "seed": 7, "extra_body": {"top_k": 50}}
         found += [ask(**common, **drawn).choices[0].text]
         assert found == wanted
+        assert "experts: slots on each device: 1; hot ones move there" in served.said
+        assert "\nmoejax_experts_moved_total" in httpx.get(f"{served.url[:-3]}/metrics").text
         stopped = ask(**common, temperature=0, stop=wanted[0][3]).choices[0]
         assert stopped.text == wanted[0][: wanted[0].index(wanted[0][3])]
         # Idle, neither process is busy.
@@ -203,6 +207,8 @@ def cpu_seconds(pid):
         (["--chat-template", "missing"], "no chat template. missing"),
         (["--eos", "</s>"], "`--eos` has no effect"),
         (["--config.train.seed=3"], "`train.seed` has no effect"),
+        (["--expert-slots", "-1"], "`--expert-slots` is out of range. Got -1"),
+        (["--expert-slots", "1"], "`--expert-slots` has no effect without `--follow-load`"),
         (["--host", "203.0.113.7", "--api-key-file", "KEY"], "cannot listen. 203.0.113.7:8000"),
         (["--host", "x" * 64, "--api-key-file", "KEY"], "cannot listen. xxx"),
     ],

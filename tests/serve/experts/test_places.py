@@ -1,16 +1,20 @@
 """Experts in places: any table gives the same logits and texts, and compiles nothing anew."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import moejax
 from moejax.config.schema import LoraConfig
 from moejax.errors import InputError
 from moejax.serve import programs as serve_programs
 from moejax.serve.batch import Batch, Request
+from moejax.serve.experts import places as places_module
 from moejax.serve.experts.places import Places
 from moejax.serve.experts.tables import PLANS, Cluster, Table, device_loads
 from moejax.serve.programs import build_programs, no_tokens
@@ -155,10 +159,98 @@ def test_overflow_is_counted_and_a_table_for_the_load_prevents_it():
     assert places.rounds == 2 * 9
     placed = places.place(placed, places.load_LE, "greedy")
     assert device_loads(places.tables[0], np.eye(8)[0], places.cluster).tolist() == [0.25] * 4
-    assert (places.overflowed, places.load_LE.sum()) == (0, 0)
+    assert places.load_LE.sum() == 0
+    # Expert 0 goes to a slot of each other device, in both layers.
+    assert (places.replanned, places.moved) == (2, 2 * 3)
     again = draw_samples(Batch(programs, placed, count=places.count), requests)
     assert [one.ids for one in again] == [one.ids for one in samples]
-    assert (places.overflowed, places.rounds) == (0, 0)
+    assert (places.overflowed, places.rounds) == (2 * 4 * (128 - 40), 2 * 9), "no more of them"
+
+
+@pytest.mark.parametrize("name", ["all axes, adapters", "whole, in two levels"])
+def test_texts_do_not_depend_on_when_and_where_experts_move(name):
+    """More texts than slots, so that some begin while others are under way; 8 devices."""
+    cfg, slots = config(name, **CERTAIN)
+    state, E = random_state(cfg), 8
+    plain, programs = built(cfg, 0), built(cfg, slots)
+    requests = [Request([5, 6, 7, n], 3 + n % 8, number=n, routing=True) for n in range(12)]
+    wanted = draw_samples(Batch(plain, on_mesh(state, plain)), requests)
+    expert_TLK = np.concatenate([one.expert_TLK for one in wanted])
+    expert_TLK = expert_TLK[expert_TLK[:, 0, 0] >= 0]
+    load_LE = [np.bincount(expert_TLK[:, n].ravel(), minlength=E) for n in range(2)]
+    places = Places(programs)
+    held = [places.at_home(on_mesh(state, programs))]
+
+    @settings(max_examples=10)
+    @given(st.sets(st.integers(0, 12)), st.integers(0, 2**16))
+    def holds(moves, seed):
+        draw, calls = np.random.default_rng(seed), itertools.count()
+        places.load_LE[:] = 0
+
+        def follow(state, running):
+            if next(calls) in moves:
+                state = places.apply(state, [any_table(draw, E, places.cluster) for _ in range(2)])
+            held[0] = state
+            return state
+
+        batch = Batch(programs, held[0], count=places.count, follow=follow)
+        found = draw_samples(batch, requests)
+        assert [one.ids for one in found] == [one.ids for one in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=CLOSE)
+        np.testing.assert_array_equal(places.load_LE, load_LE)
+
+    holds()
+
+
+@pytest.mark.parametrize(("enough", "left"), [(10, [40, 52]), (17, [72, 68])])
+def test_a_layer_is_looked_at_by_turns_while_texts_are_under_way(monkeypatch, enough, left):
+    """All tokens choose expert 5. Calls of 64, 8, 8, 8, 8, 8, 8 of them; a look halves the load.
+
+    A look knows the calls before. Of 4 devices the layers need 40 choices: the turns of the first
+    are calls 0, 3, 6, and it has 0, 80, 64 then; those of the second are 1, 4, and it has 64, 56.
+    Or they need 68: of 0, 80, 64 and 64, 88 only 80 and 88 are enough.
+    """
+    monkeypatch.setattr(places_module, "STEPS", 3)
+    monkeypatch.setattr(places_module, "ENOUGH", enough)
+    cfg, slots = config("expert", experts_per_token=1)
+    state = random_state(cfg)
+    biases = skew(jax.tree.map(jax.numpy.asarray, state.router_bias), {5: 3.0})
+    state = state._replace(router_bias=jax.tree.map(np.asarray, biases))
+    plain, programs = built(cfg, 0), built(cfg, slots)
+    requests = [Request([n, 1, 2, 3, 4, 5, 6, 7], 7, number=n) for n in range(8)]
+    wanted = draw_samples(Batch(plain, on_mesh(state, plain)), requests)
+    places = Places(programs)
+    placed = places.compile_moves(places.at_home(on_mesh(state, programs)))
+    assert (places.counts, places.load_LE.sum()) == ((0, 0, 0), 0)
+    home = device_loads(places.tables[1], np.eye(8)[5], places.cluster)
+    assert home.tolist() == [0, 0, 1, 0]
+    draw_samples(Batch(programs, placed), requests)  # compiles
+    with Compilations() as compiled:
+        batch = Batch(programs, placed, count=places.count, follow=places.follow)
+        found = draw_samples(batch, requests)
+    assert compiled.count == 0
+    assert [one.ids for one in found] == [one.ids for one in wanted]
+    assert places.load_LE.tolist() == [[0] * 5 + [load, 0, 0] for load in left]
+    # Once each layer: expert 5 to a slot of each other device.
+    assert (places.replanned, places.moved) == (2, 2 * 3)
+    for table in places.tables:
+        assert device_loads(table, np.eye(8)[5], places.cluster).tolist() == [0.25] * 4
+
+
+def test_an_engine_moves_experts_in_the_middle_of_a_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(places_module, "STEPS", 2)
+    monkeypatch.setattr(places_module, "ENOUGH", 1)
+    cfg, _ = config("all axes, adapters", **CERTAIN)
+    run = live_run(cfg, tmp_path)
+    plain, engine = moejax.Engine(run), moejax.Engine(run, expert_slots=1, follow_load=True)
+    prompts = [[5, 6, 7, 8], [1, 2, 3], [9] * 7]
+    wanted, found = (one.sample(prompts, tokens=12) for one in (plain, engine))
+    assert engine._places.replanned > 0, "no load was known before this call"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.ids == other.ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(engine.logits(prompts[0]), plain.logits(prompts[0]), atol=1e-4)
 
 
 def test_an_engine_places_experts_and_takes_newer_weights(tmp_path):

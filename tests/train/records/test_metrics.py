@@ -106,6 +106,16 @@ def test_forced_routing_is_told_with_every_line(clock, tmp_path):
     assert "forced_routing" not in recorded(tmp_path, report(clock))[-1]
 
 
+def test_recorded_choices_that_the_router_makes_too_are_told_as_a_share(clock, tmp_path):
+    line = report(clock, replayed_L2=((30, 40), (15, 20)))
+    assert line.routing_agreement == 45 / 60
+    assert "balance 1.250  as recorded 75.0%  dropped 3" in line.line(30)
+    free = report(clock, replayed_L2=((0, 0), (0, 0)))  # no token of the step has recorded experts
+    assert "as recorded" not in free.line(30)
+    found = recorded(tmp_path, line, free, report(clock))
+    assert [one.get("routing_agreement", "absent") for one in found] == [0.75, None, "absent"]
+
+
 def test_what_overflowed_is_told_and_rounds_of_steps_between_lines_count(clock):
     line = report(clock, uneven=((0, 40, 2), (0, 3, 1)))
     assert (line.dropped, line.overflowed, line.rounds) == ([0, 0], [40, 3], [2, 1])
