@@ -186,12 +186,15 @@ def print_cluster(name: str, console: Console) -> None:
       InputError: if there is no such cluster.
     """
     known = load_topology(name)
-    for line in (
+    lines = [
         f"{name}: {known.nodes} x {known.tiers[0].size} {known.device.name}",
         f"links, GB/s of a device one way: {links_text(known)}",
         f"memory that a program may use: {known.device.memory_bytes / 2**30:.1f} GiB",
-        f"source: {known.source}",
-    ):
+    ]
+    if (host := known.host) is not None:
+        rates = f"{host.to_device / 1e9:.3g} GB/s to a device, {host.from_device / 1e9:.3g} back"
+        lines.append(f"memory of a node's host: {host.memory_bytes / 2**30:,.1f} GiB; {rates}")
+    for line in (*lines, f"source: {known.source}"):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -304,13 +307,7 @@ def config_to_plan(
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequence[str]) -> None:
     """Searches, shows the result and writes the files; `notes` come before it."""
     from moejax.plan.price.routing import read_expert_load
-    from moejax.plan.report.tables import (
-        copies_text,
-        print_ranked,
-        print_why,
-        small_products,
-        speed_text,
-    )
+    from moejax.plan.report.tables import print_ranked, print_why, remarks, speed_text
     from moejax.plan.search.file import plan_from, save_plan
     from moejax.plan.search.search import nodes_text
 
@@ -331,10 +328,8 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
     print_ranked(result, topology, console, args.top)
     say(f"the chosen plan: {speed_text(result.ranked[0], topology)}")
     print_why(result, console)
-    if (copies := copies_text(result, load)) is not None:
-        say(copies)
-    if (doubt := small_products(result.ranked[0], topology.device)) is not None:
-        say(doubt)
+    for remark in remarks(result, topology, load):
+        say(remark)
     if args.trainer is not None:
         from moejax.plan.others.show import TRAINERS, print_translation
 

@@ -109,7 +109,7 @@ class TrainStep:
     def argument_bytes(self) -> dict[str, int]:
         """Returns the bytes of a step's arguments on one device by kind, without counters.
 
-        "weights" are the trained weights; gradients are as large.
+        "weights" are the trained weights; gradients are as large. See `host_bytes` for the rest.
         """
         state = self.abstract
         return {
@@ -119,6 +119,10 @@ class TrainStep:
             "codec memory": local_bytes(state.reduction),
             "batch": local_bytes(self.abstract_batch()),
         }
+
+    def host_bytes(self) -> int:
+        """Returns the bytes of a step's arguments that one device has in its host's memory."""
+        return local_bytes(self.abstract, on_host=True)
 
     def init(self) -> TrainState:
         """Returns the first state, drawn from the seed, each device making its own shards.
@@ -401,8 +405,10 @@ def _shardings(abstract: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, abstract)
 
 
-def local_bytes(tree: Any) -> int:
-    """Bytes of one device's shards of abstract arrays."""
+def local_bytes(tree: Any, *, on_host: bool = False) -> int:
+    """Bytes of one device's shards of abstract arrays, in its memory or in its host's."""
     return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if is_on_host(x) == on_host
     )

@@ -151,7 +151,7 @@ def dry_run(cfg: Config, console: Console) -> int:
 def _dry_notes(train_step: "TrainStep", summary: "Summary", planned: "RunPlan") -> list[str]:
     """Returns notes beside the table of a dry run: omissions, assumptions and warnings."""
     from moejax.config.compression import NO_COMPRESSION
-    from moejax.train.records.summary import gather_note, memory_warnings
+    from moejax.train.records.summary import gather_note, host_warnings, memory_warnings
 
     notes, mesh, plan = [], train_step.cfg.mesh, planned.plan
     platform, memory = (plan.platform, plan.device_memory_bytes) if plan else (None, None)
@@ -168,6 +168,7 @@ def _dry_notes(train_step: "TrainStep", summary: "Summary", planned: "RunPlan") 
         )
     if memory is not None and train_step.platform == platform:
         notes += memory_warnings(summary, memory)
+    notes += host_warnings(train_step, summary, planned.topology)
     note = gather_note(train_step, summary, planned.topology)
     return notes if note is None else [*notes, note]
 

@@ -37,7 +37,7 @@ from moejax.screen import screen, waiting
 from moejax.step.train_step import TrainStep, build_step
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.records.profile import name_operations
-from moejax.train.records.summary import Summary, check_memory, summarize
+from moejax.train.records.summary import Summary, check_hosts, check_memory, summarize
 from moejax.train.start import no_mesh_errors
 
 PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
@@ -389,6 +389,7 @@ def prepare_step(
         cfg = resolve_mesh(run_plan.cfg, len(devices), platform, processes=processes.count)
         train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
         limit, summary = check_memory(train_step, processes), summarize(train_step)
+        check_hosts(train_step, summary, processes)
     processes.gather("traced")  # gloo gives up on a process half a minute late
     return PlannedStep(devices, run_plan, train_step, limit, summary)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from moejax.config.checks.planned import pinned
 from moejax.config.schema import Config, PlanConfig
 from moejax.plan.cluster.device import Device
-from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
+from moejax.plan.cluster.topology import Host, Link, Tier, Topology, same_links
 from moejax.plan.search.space import Limits
 from tests.cases import small_config
 
@@ -22,6 +22,7 @@ def cluster(
     memory: int = 8 * GIB,
     platform: str = "cpu",
     compute_share: float = 0.0,
+    host: Host | None = None,
 ) -> Topology:
     """Nodes of so many devices; rates in bytes a second of a device."""
     device = Device(
@@ -37,7 +38,7 @@ def cluster(
         Tier("host", inside, same_links(Link(startup / 10, fast)), compute_share=compute_share),
         Tier("network", nodes, same_links(Link(startup, slow))),
     )
-    return Topology(1, "test", "made up", device, tiers)
+    return Topology(1, "test", "made up", device, tiers, host=host)
 
 
 def to_plan(batch: int = 32, *, model: dict | None = None, moe: dict | None = None) -> Config:

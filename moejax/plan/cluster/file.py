@@ -17,7 +17,7 @@ from moejax.config.fields import one_line, short
 from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.json_object import JsonObject
-from moejax.plan.cluster.topology import KINDS, Link, Tier, Topology, same_links
+from moejax.plan.cluster.topology import KINDS, Host, Link, Tier, Topology, same_links
 
 VERSION = 1
 SIZE_LIMIT = 16 << 20
@@ -121,7 +121,7 @@ def to_text(topology: Topology) -> str:
         links = list(tier["links"].values())
         if all(link == links[0] for link in links):
             tier["links"] = {"all": links[0]}
-    for name in ("pairs", "node_names", "asymmetric"):
+    for name in ("pairs", "node_names", "asymmetric", "host"):
         if not facts[name]:
             del facts[name]
     for name, missing in MISSING.items():
@@ -164,6 +164,7 @@ def from_json(facts: Any, file: str) -> Topology:
         source=part.text("source"),
         device=_device(part.inner("device")),
         tiers=tuple(_tier(inner) for inner in part.items("tiers")),
+        host=_host(part.inner("host")) if "host" in part.facts else None,
         **part.given(pairs=part.matrix, node_names=part.texts, asymmetric=part.flag),
     )
     _check_tiers(part, topology)
@@ -236,16 +237,28 @@ def _tier(part: JsonObject) -> Tier:
     )
 
 
+def _host(part: JsonObject) -> Host:
+    part.keys(Host, KEYS)
+    _check_unit(part, "memory_bytes", part.count("memory_bytes"), SMALLEST, "bytes")
+    rates = (_link_rate(part, name) for name in ("to_device", "from_device"))
+    return Host(*rates, memory_bytes=part.count("memory_bytes"))
+
+
+def _link_rate(part: JsonObject, field: str) -> float:
+    """Returns the bytes a second of a link."""
+    rate = part.rate(field)
+    if rate > FASTEST:
+        where, rule = f"`{part.at(field)}` is too fast", f"below {FASTEST:g} bytes a second"
+        part.refuse(where, rate, rule, "Divide by 8 if it is in bits")
+    _check_unit(part, field, rate, SLOWEST, "bytes a second")
+    return rate
+
+
 def _link(part: JsonObject) -> Link:
     part.keys(Link, KEYS)
-    rate = part.rate("bytes_per_s")
-    if rate > FASTEST:
-        where, rule = f"`{part.at('bytes_per_s')}` is too fast", f"below {FASTEST:g} bytes a second"
-        part.refuse(where, rate, rule, "Divide by 8 if it is in bits")
-    _check_unit(part, "bytes_per_s", rate, SLOWEST, "bytes a second")
     return Link(
         startup_s=part.share("startup_s", 60),
-        bytes_per_s=rate,
+        bytes_per_s=_link_rate(part, "bytes_per_s"),
         **part.given(error=lambda name: part.share(name, 1e6), points=part.curve, bends=part.curve),
     )
 

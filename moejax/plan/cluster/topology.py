@@ -16,6 +16,7 @@ import operator
 import statistics
 from dataclasses import dataclass
 
+from moejax.errors import InputError
 from moejax.plan.cluster.device import Device
 
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
@@ -82,6 +83,21 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The memory of a node's host, where devices may keep arrays.
+
+    Attributes:
+      to_device, from_device: bytes a second of a copy between the two memories, of one device while
+        all devices of the node copy.
+      memory_bytes: of a node.
+    """
+
+    to_device: float
+    from_device: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class SlowNode:
     """A node whose links are slower than the other nodes'."""
 
@@ -102,6 +118,7 @@ class Topology:
       pairs: bytes a second of a device from node (row) to node (column), the diagonal 0; or empty.
       node_names: names of the rows of `pairs`; or empty.
       asymmetric: whether pairs may differ by direction.
+      host: the memory of a node's host; None in files that do not have it.
     """
 
     version: int
@@ -112,6 +129,7 @@ class Topology:
     pairs: tuple[tuple[float, ...], ...] = ()
     node_names: tuple[str, ...] = ()
     asymmetric: bool = False
+    host: Host | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -127,6 +145,20 @@ class Topology:
     def nodes(self) -> int:
         """Number of nodes."""
         return math.prod(self.sizes[1:])
+
+    def known_host(self) -> Host:
+        """Returns `host`.
+
+        Raises:
+          InputError: if the file does not have it.
+        """
+        if self.host is None:
+            raise InputError(
+                f"no plan with arrays in the host's memory. Topology {self.name} has no `host`. "
+                'Run moejax plan probe again, or add "host": {"to_device": BYTES_PER_S, '
+                '"from_device": BYTES_PER_S, "memory_bytes": BYTES_OF_A_NODE} to its file.'
+            )
+        return self.host
 
     def shares(self, kind: str, operand_bytes: float, *group: int) -> tuple[float, ...]:
         """Returns the bytes that a device of the group sends on each tier.

@@ -76,6 +76,13 @@ def across_row(cfg: Config) -> Row:
     return cfg.mesh.gather_across != "flat", what, instead
 
 
+def host_row(cfg: Config) -> Row:
+    """Returns the row of arrays in the host's memory."""
+    kinds = [name for name, place in vars(cfg.memory).items() if place == "host"]
+    what = f"in the host's memory: {', '.join(kinds)}"
+    return bool(kinds), what, "has them on the device; it may offload by settings of its own"
+
+
 def dense_row(cfg: Config, instead: str) -> Row:
     """Returns the row of dense weights that are gathered and reduced once a step."""
     has = cfg.mesh.gather_dense == "step" and cfg.mesh.fsdp * cfg.mesh.expert > 1

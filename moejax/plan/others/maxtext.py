@@ -14,6 +14,7 @@ from moejax.plan.others.gaps import (
     codec_gaps,
     dense_row,
     gaps_of,
+    host_row,
     pieces_row,
     sharing_row,
     slices_row,
@@ -210,6 +211,7 @@ def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
         _route_row(cfg),
         trim_row(cfg),
         across_row(cfg),
+        host_row(cfg),
         dense_row(cfg, "gathers and reduces at each use, in each micro-batch"),
         pieces_row(cfg, "leaves the size of reductions to XLA"),
     ]

@@ -13,6 +13,7 @@ from moejax.plan.others.gaps import (
     codec_gaps,
     ends_row,
     gaps_of,
+    host_row,
     pieces_row,
     sharing_row,
     sharing_text,
@@ -228,6 +229,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
         _route_row(cfg),
         trim_row(cfg),
         across_row(cfg),
+        host_row(cfg),
         pieces_row(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)"),
     ]
     last = [

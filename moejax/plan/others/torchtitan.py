@@ -15,6 +15,7 @@ from moejax.plan.others.gaps import (
     dense_row,
     ends_row,
     gaps_of,
+    host_row,
     pieces_row,
     sharing_row,
     sharing_text,
@@ -164,6 +165,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
         (routed, f"the route {cfg.route}", flat),
         trim_row(cfg),
         across_row(cfg),
+        host_row(cfg),
         pieces_row(cfg, "reduces the weights of a block together"),
         (reduced != "float32", f"gradients reduced in {reduced}", "reduces in float32"),
     ]

@@ -1,6 +1,7 @@
 """Prices a schedule on a cluster.
 
 Read in this order: `routing` (rows of the busiest device), `cost` (seconds of each operation),
-`simulate` (streams that overlap), `candidate` (a config, traced and priced), `terms` (the parts of
-its step time), `sensitivity` (which rate must change for another plan to win).
+`simulate` (streams that overlap), `host` (bytes of a node's memory), `candidate` (a config,
+traced and priced), `terms` (the parts of its step time), `sensitivity` (which rate must change for
+another plan to win), `residuals` (recompute them or keep them on the host).
 """

@@ -11,6 +11,7 @@ from moejax.config.schema import Config
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.plan.cluster.topology import Topology
+from moejax.plan.price import host
 from moejax.plan.price.cost import Costs, SimulatedStep, simulate_step
 from moejax.plan.price.routing import ExpertLoad, bucket_fills
 from moejax.plan.trace.memory import Peak, peak
@@ -74,6 +75,18 @@ class PricedPlan:
     def peak(self) -> Peak:
         """The larger peak of step and evaluation."""
         return max(self.steps, self.evaluation, key=lambda memory: memory.bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of one device in its host's memory."""
+        return max(self.steps.host_bytes, self.evaluation.host_bytes)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of a node's host that a run takes, if it keeps anything there; else 0."""
+        step = self.traced.train_step
+        taken = host.node_bytes(step, self.peak.bytes, self.host_bytes)
+        return taken if self.host_bytes or host.copies_bytes(step) else 0
 
     @property
     def cfg(self) -> Config:

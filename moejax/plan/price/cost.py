@@ -3,6 +3,8 @@
 A device computes in program order while the links carry collectives. Trips of a loop do not
 overlap, as in XLA, so a loop costs one trip times its trip count.
 
+Copies between the memories of host and device have a stream in each direction.
+
 Links carry both directions at once. Pipeline stages send independently of each other, so the link
 between them is several streams: of the first stage, of one in the middle, of the last.
 """
@@ -19,7 +21,10 @@ from moejax.layout.layout import Axes, Layout
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Tier, Topology
 from moejax.plan.price.simulate import COMPUTE, Task, Timeline, simulate
-from moejax.plan.trace.schedule import Collective, Op, Schedule
+from moejax.plan.trace.schedule import COPIES, Collective, Op, Schedule
+
+HOST_MEMORY = "host memory"  # the class of all copies between host and device
+STREAMS = {kind: kind.replace("_", " ") for kind in COPIES}
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,11 @@ class Costs:
         """Returns the seconds of an operation that computes."""
         share = filled if op.scales_with_fill else 1.0
         return self.device.program_overhead * alone(op, self.device, share)
+
+    def copy(self, op: Op) -> float:
+        """Returns the seconds of a copy between the memories of host and device."""
+        rate = getattr(self.topology.known_host(), op.kind)
+        return self.device.startup_s + op.bytes / rate
 
     def links(self, collective: Collective) -> list[tuple[Tier, float, float]]:
         """Returns (tier, seconds, bytes of a device) for each link that a collective uses."""
@@ -238,6 +248,8 @@ class _TaskBuilder:
             own = self._send(op, op.collective, after)
         elif op.body is not None:
             own = self._repeat(op, op.body, after)
+        elif op.kind in COPIES:
+            own = self._copy(op, after)
         else:
             seconds = self.costs.compute(op, self.filled)
             self.totals.computed[op.scope] += seconds
@@ -250,6 +262,15 @@ class _TaskBuilder:
         self.ops.append(op)
         self.sizes.append(size)
         return (len(self.tasks) - 1,)
+
+    def _copy(self, op: Op, after: tuple[int, ...]) -> tuple[int, ...]:
+        """Adds a copy between host and device. Cores of a CPU do nothing else meanwhile."""
+        seconds, stream = self.costs.copy(op), STREAMS[op.kind]
+        self.totals.sent[stream, HOST_MEMORY] += seconds
+        self.totals.bytes_sent[stream, HOST_MEMORY] += op.bytes
+        taken = float(self.costs.device.platform == "cpu")
+        task = Task(HOST_MEMORY, stream, seconds, after, compute_share=taken)
+        return self._add(op, op.bytes, task)
 
     def _send(self, op: Op, collective: Collective, after: tuple[int, ...]) -> tuple[int, ...]:
         """Adds a collective: one task on each link that it uses."""
@@ -287,7 +308,8 @@ class _TaskBuilder:
         seconds = trip.seconds * op.trip_count
         own = self._add(op, 0.0, Task(f"{op.trip_count:g} x loop", COMPUTE, seconds, after))
         self.inside[own[0]] = trip, op.trip_count
-        self.computed = 0.0 if trip.totals.sent else self.computed + seconds
+        met = any(name != HOST_MEMORY for _, name in trip.totals.sent)
+        self.computed = 0.0 if met else self.computed + seconds
         return own
 
 

@@ -7,12 +7,14 @@ because nothing is traced again: the program does not depend on rates.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Tier, Topology
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import Costs, simulate_step
 from moejax.plan.price.routing import ExpertLoad, bucket_fills
+from moejax.plan.trace.schedule import COPIES
 
 LOOKED = ((1 / 4, 1 / 16), (4, 16))  # factors that are tried, outwards from 1
 # Bisection steps between two factors; leaves an error of about 1 %.
@@ -102,6 +104,8 @@ def changes(topology: Topology) -> dict[str, RateChange]:
                 rates[f"{tier.name}: {name}"] = _on_tier(topology, index, kinds, "bytes_per_s")
             every = tuple(tier.links)
             rates[f"{tier.name}: start of a call"] = _on_tier(topology, index, every, "startup_s")
+    if topology.host is not None:
+        rates["copies between host and device"] = partial(_host, topology)
     device = topology.device
     return rates | {
         "matrix products": lambda factor: replace(topology, device=_products(device, factor)),
@@ -123,6 +127,12 @@ def _on_tier(topology: Topology, index: int, kinds: tuple[str, ...], name: str) 
         return replace(topology, tiers=tuple(tiers))
 
     return changed
+
+
+def _host(topology: Topology, factor: float) -> Topology:
+    host = topology.known_host()
+    rates = {name: getattr(host, name) * factor for name in COPIES}
+    return replace(topology, host=replace(host, **rates))
 
 
 def _products(device: Device, factor: float) -> Device:

@@ -44,5 +44,6 @@ def to_json(priced: PricedPlan) -> dict[str, Any]:
         "seconds": priced.seconds,
         "terms": terms(priced),
         "memory_bytes": priced.peak.bytes,
+        "host_bytes": priced.host_bytes,
         "tokens_per_second": tokens_per_second(priced),
     }

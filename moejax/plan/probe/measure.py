@@ -17,8 +17,9 @@ from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.file import ASYMMETRY, VERSION, from_json, to_text
 from moejax.plan.cluster.topology import KINDS, Tier, Topology
 from moejax.plan.probe.device import probe_device
+from moejax.plan.probe.host import probe_host
 from moejax.plan.probe.links import probe_oversubscription, probe_pairs, probe_tier
-from moejax.plan.probe.nodes import Nodes, find_nodes, memory_of
+from moejax.plan.probe.nodes import Nodes, find_nodes, host_memory_of, memory_of
 from moejax.plan.probe.program import probe_program
 from moejax.plan.probe.timer import AXES, ProgressFn, Stopwatch
 from moejax.runtime.processes import Processes
@@ -77,8 +78,10 @@ def probe(
     nodes_found = find_nodes(devices, hosts, nodes)
     odd = [nodes_found.warning] if nodes_found.warning else []
     watch = Stopwatch(processes, nodes_found.devices)
-    memory = min(processes.gather(memory_of(jax.local_devices()[0], nodes_found, hosts)))
+    here = jax.local_devices()[0], nodes_found, hosts
+    memory, host_memory = (min(processes.gather(of(*here))) for of in (memory_of, host_memory_of))
     device = _measure_device(watch, devices, memory, effort, progress)
+    host = probe_host(watch, device.platform, host_memory, progress)
     tiers, more = _probe_tiers(watch, nodes_found, device.oversubscription, effort, progress)
     odd += more
     topology = Topology(
@@ -87,6 +90,7 @@ def probe(
         source=_source(processes, len(devices)),
         device=device,
         tiers=tiers,
+        host=host,
     )
     if topology.nodes > 1 and not effort.quick and topology.nodes <= MAX_PAIRED:
         topology = _with_pairs(topology, nodes_found, processes, progress)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moejax.config.checks.size import machine_memory
 from moejax.errors import InputError
 from moejax.runtime.memory import device_memory
 from moejax.runtime.start import platform_of
@@ -81,9 +82,18 @@ def find_nodes(devices: Sequence[Any], hosts: Sequence[str], asked: int | None =
 
 def memory_of(device: Any, nodes: Nodes, host_of: Sequence[str]) -> int:
     """Returns the memory of one device in bytes; CPU devices share their host's."""
+    return device_memory(device, _beside(device, nodes, host_of))
+
+
+def host_memory_of(device: Any, nodes: Nodes, host_of: Sequence[str]) -> int:
+    """Returns the bytes of hosts' memory for the devices of a node, equal shares of each host's."""
+    return machine_memory() * nodes.sizes[1] // _beside(device, nodes, host_of)
+
+
+def _beside(device: Any, nodes: Nodes, host_of: Sequence[str]) -> int:
+    """Returns the number of devices on a device's host."""
     here = host_of[device.process_index]
-    every = [d for node in nodes.devices for d in node]
-    return device_memory(device, sum(host_of[d.process_index] == here for d in every))
+    return sum(host_of[d.process_index] == here for node in nodes.devices for d in node)
 
 
 def _name(device: Any, hosts: Sequence[str]) -> str:

@@ -102,6 +102,9 @@ def _facts(topology: Topology) -> list[str]:
         f"a whole program computes {device.program_overhead:.2f} times as long as its operations "
         "take by themselves",
     ]
+    if (host := topology.host) is not None:
+        rates = f"{host.to_device / 1e9:.3g} GB/s to a device, {host.from_device / 1e9:.3g} back"
+        lines.append(f"memory of the host: {rates}, {host.memory_bytes / 2**30:.0f} GiB a node")
     if topology.tiers[0].size > 1:
         lines.append(f"devices of a node that share the same cores: {device.oversubscription:.1f}")
     return lines

@@ -176,7 +176,8 @@ function memory() {
     all.map(([name, size, background]) => [el("td", {}, swatch(background), name), bytes(size), share(size)]),
     ["together", ...[all.reduce((sum, [, size]) => sum + size, 0)].flatMap((size) => [bytes(size), share(size)])]));
   section("What fills the memory", `One device at the step's peak memory: ${bytes(data.memory.bytes)}, ` +
-    `${share(data.memory.bytes)} of all it has. Evaluation takes ${bytes(data.memory.evaluation)}.`, stack([...stays, ...comes], whole),
+    `${share(data.memory.bytes)} of all it has. Evaluation takes ${bytes(data.memory.evaluation)}.`,
+    ...(data.memory.host ? [el("p", { class: "soft" }, data.memory.host)] : []), stack([...stays, ...comes], whole),
     el("div", { class: "pair" }, listed("Stays from step to step", stays), listed("Comes and goes, by the part that makes it", comes)));
 }
 

@@ -20,6 +20,7 @@ from moejax.plan.price.cost import SimulatedStep
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.price.sensitivity import ChangedSteps, sensitivity
 from moejax.plan.report import tables
+from moejax.plan.report.host import host_text
 from moejax.plan.search.search import SearchResult
 from moejax.plan.search.space import RULES
 from moejax.plan.trace.reader import REST
@@ -69,7 +70,7 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
         "plans": [_plan(plan, name, topology, changes.get(id(plan))) for name, plan in shown],
         "timelines": [{"plan": name, **_timeline(plan)} for name, plan in drawn],
         "traffic": _traffic(best),
-        "memory": _memory(best, steps[id(best)]),
+        "memory": _memory(best, steps[id(best)]) | {"host": host_text(best, result)},
     }
 
 
@@ -102,7 +103,8 @@ def _plan(
         "rest": tables.rest_text(plan.cfg),
         "rest_parts": tables.rest_parts(plan.cfg),
         "codecs": tables.codec_text(plan.cfg),
-        "fits": plan.peak.bytes <= topology.device.memory_bytes,
+        "fits": plan.peak.bytes <= topology.device.memory_bytes
+        and (topology.host is None or plan.node_bytes <= topology.host.memory_bytes),
         "changes": changes,
         **terms.to_json(plan),
     }

@@ -1,6 +1,5 @@
 """Tables and sentences about plans: settings, terms of the step, reasons."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
@@ -21,7 +20,9 @@ from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import SimulatedStep, alone
 from moejax.plan.price.routing import ExpertLoad, busiest_device
 from moejax.plan.price.terms import terms, tokens_per_second, why
-from moejax.plan.search.search import LESS_BUSY, MEMORY_SHARE, SAME, SearchResult, has_codecs
+from moejax.plan.report.host import host_parts, host_text, residuals_text
+from moejax.plan.search.fitting import MEMORY_SHARE
+from moejax.plan.search.search import LESS_BUSY, SAME, SearchResult, has_codecs
 from moejax.plan.search.space import RULES
 
 
@@ -98,6 +99,7 @@ def rest_parts(cfg: Config) -> dict[str, str]:
         parts[f"{cfg.train.micro_batches} micro-batches"] = (
             "one after the other, so that less lives at one time"
         )
+    parts |= host_parts(cfg)
     if mesh.context > 1:
         parts[f"{mesh.context} devices share a sequence, keys by {mesh.context_exchange}"] = (
             "each holds some of its positions, and sees the others' keys and values"
@@ -139,7 +141,7 @@ def print_ranked(
         table.add_column(name, justify="right", no_wrap=True)
     rows, folded = shown_rows(result.ranked, max_rows)
     for name, plan in named_rows(rows, result):
-        fits = plan.peak.bytes <= result.memory_budget
+        fits = result.fits(plan)
         gib = f"{plan.peak.bytes / 2**30:.2f}" + "!" * (not fits)
         ratio = f"{plan.seconds / best.seconds:.2f}" if fits else "-"
         table.add_row(name, plan_text(plan.cfg), gib, f"{plan.seconds * 1e3:,.2f}", ratio)
@@ -216,6 +218,17 @@ def gain_text(result: SearchResult) -> str:
     if plain is None or not has_codecs(best):
         return f"{said}."
     return f"{said}; without codecs {seconds / plain.seconds:.2f} x."
+
+
+def remarks(result: SearchResult, topology: Topology, load: ExpertLoad) -> list[str]:
+    """Returns the lines below the reasons of a plan, as far as there is something to say."""
+    texts = (
+        host_text(result.ranked[0], result),
+        residuals_text(result, topology),
+        copies_text(result, load),
+        small_products(result.ranked[0], topology.device),
+    )
+    return [text for text in texts if text is not None]
 
 
 def copies_text(result: SearchResult, load: ExpertLoad) -> str | None:
@@ -299,19 +312,21 @@ def print_why(result: SearchResult, console: Console) -> None:
         others.append((f"the rule of thumb {rule}", result.rules[rule]))
     for name, compared in others:
         if compared.cfg != best.cfg:
-            text = sentence(best, compared, name, result.memory_budget)
+            text = sentence(best, compared, name, result)
             console.print(text, highlight=False, soft_wrap=True)
 
 
-def sentence(best: PricedPlan, other: PricedPlan, name: str, memory: float = math.inf) -> str:
+def sentence(best: PricedPlan, other: PricedPlan, name: str, result: SearchResult) -> str:
     """Returns one line: the factor by which the best plan wins, and the terms behind it.
 
-    Args:
-      memory: bytes of a device that a plan may use; one that needs more is not compared.
+    A plan that does not fit is not compared.
     """
     name = f"{name} ({different_text(other.cfg, best.cfg)})"
-    if other.peak.bytes > memory:
-        gib = f"{other.peak.bytes / 2**30:,.1f} GiB of a device, {memory / 2**30:,.1f} may be used"
+    if not result.fits(other):
+        needed, budget, whose = other.peak.bytes, result.memory_budget, "device"
+        if needed <= budget:
+            needed, budget, whose = other.node_bytes, result.host_budget, "node's host"
+        gib = f"{needed / 2**30:,.1f} GiB of a {whose}, {budget / 2**30:,.1f} may be used"
         return f"{name} does not fit: it needs {gib}"
     if same_time(best, other):
         return (

@@ -1,5 +1,5 @@
 """Searches for the best plan.
 
 Read in this order: `space` (the choices), `estimate` (rough prices without a trace),
-`budget` (traces and seconds), `search`, `file` (plan.json).
+`fitting` (what fits the memory), `budget` (traces and seconds), `search`, `file` (plan.json).
 """

@@ -114,34 +114,80 @@ class Estimate:
 
     def bytes(self) -> float:
         """Returns the peak memory of a device."""
-        layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
+        layout, model = self.layout, self.cfg.model
         width = WIDTHS[model.dtype]
         dense, experts = self.weights
         block_weights = dense / layout.size(layout.tensor) + experts / self.expert_share
         # In float32: masters, two moments, two copies of gradients, and their sum over
         # micro-batches. In the dtype of compute: one block's gathered weights.
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
+        held -= self._moments() + (12 + 4 * (self.cfg.train.micro_batches > 1)) * self._experts()
         if self.stages == 1:
             held += width * (self._largest_block() + self._kept_in_node())
         else:  # all weights of a stage, and float32 sums of trained weights' gradients
             trained = sum(self.trained) / sum(self.weights)
             held += (width + 4 * trained) * block_weights * self.cfg.model.blocks / self.stages
-        local = self.tokens / layout.size(layout.tensor)
-        kept_tokens = self.tokens if self.cfg.mesh.activations == "replicated" else local
-        rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
+        block, kept, away = self._block(), self._kept(), self._away()
+        if self.stages > 1:
+            held += self._in_hand() * self._passed() / self.schedule.slices + self._keys()
+            # The stage's slots, and one micro-batch's residuals.
+            kept *= self.schedule.slots
+            held += (block * KEPT[model.remat] + self._passed()) * self._blocks()
+        return held + kept - away + 2 * block
+
+    def host_state(self) -> float:
+        """Returns the bytes of the state of a device in its host's memory."""
+        return self._moments() + 4 * self._experts()
+
+    def host_bytes(self) -> float:
+        """Returns the bytes of a device in its host's memory: weights have as large gradients."""
+        return self.host_state() + 4 * self._experts() + self._away()
+
+    def _blocks(self) -> float:
+        """Returns the blocks of a stage that a task computes."""
+        sections = self.schedule.sections if self.stages > 1 else 1
+        return self.cfg.model.blocks / self.stages / sections
+
+    def _block(self) -> float:
+        """Returns the bytes of the activations of a block."""
+        layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
+        rows = self.tokens / layout.size(layout.tensor)
+        rows *= moe.experts_per_token * (1.5 if model.has_experts else 0)
         hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
         channels = 2 * model.num_heads * (model.head_width + model.value_channels)
         attention = self.tokens * channels / layout.size(layout.tensor)
         keys = 2 * self._seen_keys() * (self.cfg.mesh.context_exchange == "gather")
-        block = width * (hidden + attention + keys + 6 * kept_tokens * model.width)
-        passed = width * kept_tokens * model.width
-        activations = (block * KEPT[model.remat] + passed) * model.blocks / self.stages
+        return WIDTHS[model.dtype] * (hidden + attention + keys) + 6 * self._passed()
+
+    def _passed(self) -> float:
+        """Returns the bytes of the hidden states between two blocks."""
+        whole = self.cfg.mesh.activations == "replicated"
+        local = self.tokens / (1 if whole else self.layout.size(self.layout.tensor))
+        return WIDTHS[self.cfg.model.dtype] * local * self.cfg.model.width
+
+    def _kept(self) -> float:
+        """Returns the bytes that a micro-batch keeps for backward, of a stage in one slot."""
+        if self.stages > 1 and self.cfg.mesh.stage_keeps == "input":
+            return self._passed() / self.schedule.slices
+        return (self._block() * KEPT[self.cfg.model.remat] + self._passed()) * self._blocks()
+
+    def _away(self) -> float:
+        """Returns the bytes of residuals in the host's memory: without stages the named ones."""
+        if self.cfg.memory.residuals != "host":
+            return 0.0
         if self.stages > 1:
-            schedule, passed = self.schedule, passed / self.schedule.slices
-            activations /= schedule.sections
-            saved = activations if self.cfg.mesh.stage_keeps == "residuals" else passed
-            held += schedule.slots * saved + self._in_hand() * passed + self._keys()
-        return held + activations + 2 * block
+            return self._kept() * self.schedule.slots
+        return self._kept() - self._passed() * self._blocks()
+
+    def _moments(self) -> float:
+        """Returns the bytes of moments in the host's memory: Muon has one of a matrix."""
+        each = 4 if self.cfg.optimizer.name == "muon" else 8
+        return each * self.own * (self.cfg.memory.optimizer == "host")
+
+    def _experts(self) -> float:
+        """Returns the parameters of experts whose masters lie in the host's memory."""
+        on_host = self.cfg.memory.experts == "host"
+        return self._of_device(0.0, self.trained[1], 0.0) * on_host
 
     def _largest_block(self) -> float:
         """Returns the parameters of a block with experts, or of a dense one without any, gathered.
@@ -200,7 +246,8 @@ class Estimate:
         hidden = 0.0 if self.topology.device.platform == "cpu" else 0.5 * compute
         block = compute + exchange + max(0.0, weights - hidden)
         ends = self._ends() + self._tables()
-        return micro * (self.cfg.model.blocks * block + ends) + self._update()
+        beside = self._copied(micro * self.cfg.model.blocks * compute)
+        return micro * (self.cfg.model.blocks * block + ends) + beside + self._update()
 
     def _staged_seconds(self, compute: float, exchange: float, weights: float) -> float:
         """Returns the time of a step with pipeline stages, whose weights move once."""
@@ -220,7 +267,8 @@ class Estimate:
         tick = layers + sent - HIDDEN * min(layers, sent)
         moved = share * weights + self._tables()
         ends = micro * self._ends() / self.stages
-        return (schedule.tasks + self.stages - 1) * tick + ends + moved + self._update()
+        beside = self._copied(micro * share * compute)
+        return (schedule.tasks + self.stages - 1) * tick + ends + moved + beside + self._update()
 
     def _ends(self) -> float:
         """Returns the compute seconds of embedding and loss in one micro-batch."""
@@ -239,8 +287,29 @@ class Estimate:
 
     def _update(self) -> float:
         """Returns the update's seconds: reads masters, moments, gradients; writes the first two."""
-        device = self.topology.device
-        return device.program_overhead * 28 * self.own / device.copy_bytes_per_s
+        device, moved = self.topology.device, self.host_state()
+        seconds = device.program_overhead * 28 * self.own / device.copy_bytes_per_s
+        return seconds + self._each_way(moved + 4 * self._experts(), moved)
+
+    def _copied(self, computed: float) -> float:
+        """Returns the seconds of copies of experts and residuals that compute does not hide.
+
+        Weights of experts come in both passes and their gradients go; each way there is as much
+        time as compute takes, which on a CPU is none.
+        """
+        micro, slots = self.cfg.train.micro_batches, self.schedule.slots if self.stages > 1 else 1
+        kept = micro * self._away() / slots
+        ways = micro * 8 * self._experts() + kept, micro * 4 * self._experts() + kept
+        if self.topology.device.platform == "cpu":
+            return self._each_way(*ways)
+        return max(0.0, *(self._each_way(*w) - computed for w in ((ways[0], 0), (0, ways[1]))))
+
+    def _each_way(self, coming: float, going: float) -> float:
+        """Returns the seconds of bytes to the device and from it, one way after the other."""
+        if not coming + going:
+            return 0.0
+        host = self.topology.known_host()
+        return coming / host.to_device + going / host.from_device
 
     def _compute(self) -> float:
         """Returns the compute seconds of a block: products, and passes over its activations."""

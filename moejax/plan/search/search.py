@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from moejax.config.checks.planned import MEMORY, pinned
 from moejax.config.compression import NO_COMPRESSION, build_compression
@@ -35,6 +34,7 @@ from moejax.plan.price.routing import ExpertLoad, busiest_device
 from moejax.plan.search import space
 from moejax.plan.search.budget import Budget, default_budget
 from moejax.plan.search.estimate import Estimate
+from moejax.plan.search.fitting import Fitting
 from moejax.plan.search.space import Limits
 
 
@@ -49,6 +49,7 @@ class SearchResult:
       too_large: number of traced plans that need too much memory.
       memory_budget: bytes of a device that a plan may use.
       cut: one line about the time cap if it ended the search; None: another search finds the same.
+      host_budget: bytes of a node's host that a plan may use.
       rules: plans of `space.RULES`, fastest first, each made lighter until it fits; those that
         cannot fit stand at the end.
     """
@@ -61,12 +62,16 @@ class SearchResult:
     seconds: float
     cut: str | None = None
     rules: dict[str, PricedPlan] = field(default_factory=dict)
+    host_budget: float = math.inf
+
+    def fits(self, plan: PricedPlan) -> bool:
+        """Returns whether a plan fits devices and hosts."""
+        return plan.peak.bytes <= self.memory_budget and plan.node_bytes <= self.host_budget
 
     @property
     def best_rule(self) -> str | None:
         """Name of the fastest rule of thumb; None if none fits."""
-        names = (name for name, plan in self.rules.items() if plan.peak.bytes <= self.memory_budget)
-        return next(names, None)
+        return next((name for name, plan in self.rules.items() if self.fits(plan)), None)
 
     @property
     def plain(self) -> PricedPlan | None:
@@ -116,12 +121,21 @@ def why_none(
     )
 
 
+def why_not_on_hosts(needed: int, budget: float, cfg: Config) -> str:
+    """Returns why plans that fit their devices do not fit the hosts, and what to change."""
+    copies = ", set checkpoint.memory_every=none" * (cfg.checkpoint.memory_every is not None)
+    return (
+        f"no plan fits the memory of hosts. The smallest that fits its devices takes "
+        f"{needed / 2**30:.1f} GiB of a node's; {budget / 2**30:.1f} GiB may be used. Offer more "
+        f"nodes{copies}, or keep less there (memory.optimizer, memory.experts, memory.residuals)."
+    )
+
+
 def nodes_text(nodes: int) -> str:
     """Returns a number of nodes as text."""
     return "1 node" if nodes == 1 else f"{nodes} nodes"
 
 
-MEMORY_SHARE = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
 ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter before it is traced
 FIRST = 4  # meshes traced before the best of them is refined
 OTHERS = 6  # meshes then traced with the best plan's settings, before chunks and again after
@@ -145,15 +159,15 @@ class _Search:
     too_large: int = 0
     staged: bool = False  # whether the meshes that are searched now have pipeline stages
 
-    @property
-    def memory_budget(self) -> float:
-        """Bytes of a device that a plan may use."""
-        return MEMORY_SHARE * self.topology.device.memory_bytes
+    def __post_init__(self) -> None:
+        self.fitting = Fitting(self.cfg, self.topology, self.limits)
 
     @property
     def spent(self) -> bool:
         """True if nothing more may be traced. Two plans are always priced."""
-        enough = len(self.priced) >= 2 and any(self._fits(plan) for plan in self.priced.values())
+        enough = len(self.priced) >= 2 and any(
+            self.fitting.fits(plan) for plan in self.priced.values()
+        )
         return enough and self.budget.spent
 
     def run(self) -> SearchResult:
@@ -170,14 +184,28 @@ class _Search:
             ranked, rules = self._ranked_beside_rules()
         seconds = time.perf_counter() - began
         return SearchResult(
-            ranked, len(meshes), traced, self.too_large, self.memory_budget, seconds, cut, rules
+            ranked,
+            len(meshes),
+            traced,
+            self.too_large,
+            self.fitting.memory_budget,
+            seconds,
+            cut,
+            rules,
+            self.fitting.host_budget,
         )
 
     def _why_none(self, meshes: int) -> str:
-        peaks = [plan.peak.bytes for plan in self.priced.values()]
+        plans = self.priced.values()
+        on_hosts = [
+            plan.node_bytes for plan in plans if plan.peak.bytes <= self.fitting.memory_budget
+        ]
+        if on_hosts:
+            return why_not_on_hosts(min(on_hosts), self.fitting.host_budget, self.cfg)
+        peaks = [plan.peak.bytes for plan in plans]
         first = self.budget.before or self.budget
         traces = first.traces if first.traced >= first.traces else None
-        return why_none(self.cfg, self.limits, peaks, self.memory_budget, meshes, traces)
+        return why_none(self.cfg, self.limits, peaks, self.fitting.memory_budget, meshes, traces)
 
     def _choose_both(self, estimates: list[Estimate]) -> str | None:
         """Searches meshes without stages, then meshes with stages. Returns why it was cut short."""
@@ -220,7 +248,7 @@ class _Search:
             self._try(cfg)
 
     def _ranked(self) -> list[PricedPlan]:
-        fitting = [plan for plan in self.priced.values() if self._fits(plan)]
+        fitting = [plan for plan in self.priced.values() if self.fitting.fits(plan)]
         ranked = sorted(fitting, key=lambda plan: plan.seconds)
         # Among equally fast plans, the one with the fewest changes.
         same = [plan for plan in ranked if plan.seconds <= (1 + SAME) * ranked[0].seconds]
@@ -245,9 +273,9 @@ class _Search:
         return [fit for fit in map(self._estimate_that_fits, estimates) if fit is not None]
 
     def _estimate_that_fits(self, estimate: Estimate) -> Estimate | None:
-        if estimate.bytes() <= ROUGH * self.memory_budget:
+        if estimate.bytes() <= ROUGH * self.fitting.memory_budget:
             return estimate
-        lighter = self._lighter(estimate.cfg)
+        lighter = self.fitting.lighter(estimate.cfg)
         return Estimate(lighter, self.topology) if lighter is not None else None
 
     def _smallest(self, estimates: list[Estimate]) -> Iterator[Config]:
@@ -258,8 +286,8 @@ class _Search:
         """
         least = sorted(estimates, key=lambda e: e.own)[:FIRST]
         for estimate in least:
-            fits = estimate.bytes() <= self.memory_budget
-            yield estimate.cfg if fits else self._lighter(estimate.cfg) or estimate.cfg
+            fits = estimate.bytes() <= self.fitting.memory_budget
+            yield estimate.cfg if fits else self.fitting.lighter(estimate.cfg) or estimate.cfg
         for number, estimate in enumerate(sorted(estimates, key=lambda e: e.own)):
             if self._alike() or (number >= FIRST and self.budget.spent):
                 return
@@ -268,31 +296,13 @@ class _Search:
             lightest = min(every, key=Estimate.bytes).cfg
             yield space.resolve(lightest, self.limits) or estimate.cfg
 
-    def _fits(self, plan: PricedPlan) -> bool:
-        return plan.peak.bytes <= self.memory_budget
-
-    def _lighter(self, cfg: Config, plan: PricedPlan | None = None) -> Config | None:
-        """Returns the smallest change that fits by estimate, which a traced `plan` corrects."""
-        held, factor = 0.0, 1.0
-        if plan is not None:
-            held = plan.peak.arguments
-            estimated = max(1.0, Estimate(cfg, self.topology).bytes() - held)
-            factor = max(1.0, plan.peak.temporary / estimated)
-        for lighter in space.lighter(cfg, self.limits):
-            alive = max(0.0, Estimate(lighter, self.topology).bytes() - held)
-            if held + factor * alive <= self.memory_budget:
-                resolved = space.resolve(lighter, self.limits)
-                if resolved is not None:
-                    return resolved
-        return None
-
     def _try(self, cfg: Config) -> None:
         """Traces and prices a plan; if it does not fit, lighter plans of the same mesh."""
         plan = self._price(cfg)
         for _ in range(3):
-            if plan is None or self._fits(plan):
+            if plan is None or self.fitting.fits(plan):
                 return
-            lighter = self._lighter(plan.cfg, plan)
+            lighter = self.fitting.lighter(plan.cfg, plan)
             if lighter is None or self.spent:
                 return
             plan = self._price(lighter)
@@ -306,7 +316,7 @@ class _Search:
         plan = price(traced, self.topology, self.load)
         self.budget.count(time.perf_counter() - began)
         self.priced[cfg] = plan
-        self.too_large += not self._fits(plan)
+        self.too_large += not self.fitting.fits(plan)
         ranked = self._ranked()
         best = f"{ranked[0].seconds:.4g} s a step" if ranked else "none fits"
         self.progress(f"{len(self.priced)} plans traced, best so far {best}")
@@ -324,7 +334,8 @@ class _Search:
         )
         keys = partial(space.key_exchanges, limits=self.limits)
         first = (
-            self._heavier,
+            self.fitting.heavier,
+            self._offloaded,
             self._schedules,
             self._coded,
             gathers,
@@ -348,7 +359,7 @@ class _Search:
                 break
             plan = self._price(cfg)
             faster = plan is not None and plan.seconds < (1 - SAME) * best.seconds
-            if plan is not None and faster and self._fits(plan):
+            if plan is not None and faster and self.fitting.fits(plan):
                 best = plan
         return best
 
@@ -383,21 +394,13 @@ class _Search:
         found = space.slots(cfg, self.limits)
         return (c for c in found if busiest_device(self.load, c) < busiest - LESS_BUSY)
 
+    def _offloaded(self, cfg: Config) -> Iterable[Config]:
+        return self.fitting.offloaded(cfg, self.priced.get(cfg))
+
     def _schedules(self, cfg: Config) -> Iterable[Config]:
         yield from space.schedules(cfg, self.limits)
         now, others = Estimate(cfg, self.topology), space.shorter_tasks(cfg, self.limits)
         yield from (c for c in others if Estimate(c, self.topology).seconds() < now.seconds())
-
-    def _heavier(self, cfg: Config) -> Iterable[Config]:
-        """Returns plans with fewer micro-batches or less recomputation, which may fit after all."""
-        parts, remat = cfg.train.micro_batches, cfg.model.remat
-        less: list[dict[str, Any]] = []
-        if parts > self.cfg.train.micro_batches and self.limits.free("train.micro_batches"):
-            less = [{"train.micro_batches": space.divisors(parts)[-2]}]
-        if remat != self.cfg.model.remat and self.limits.free("model.remat"):
-            kinds = space.REMATS[: space.REMATS.index(remat)]
-            less += [{"model.remat": kind} for kind in kinds]
-        return space.changed(cfg, self.limits, less)
 
     def _ranked_beside_rules(self) -> tuple[list[PricedPlan], dict[str, PricedPlan]]:
         """Returns the ranked plans, and the plans of `space.rules`, fastest first.
@@ -412,7 +415,7 @@ class _Search:
             ranked = self._ranked()
 
         def order(name: str) -> tuple[bool, float]:
-            return not self._fits(found[name]), found[name].seconds
+            return not self.fitting.fits(found[name]), found[name].seconds
 
         return ranked, {name: found[name] for name in sorted(found, key=order)}
 
@@ -425,9 +428,9 @@ class _Search:
                 break
             plan = self.priced.get(lighter) or self._price(lighter)
             assert plan is not None, "priced twice"
-            if self._fits(plan):
+            if self.fitting.fits(plan):
                 break
-            lighter = self._lighter(lighter, plan)
+            lighter = self.fitting.lighter(lighter, plan)
         return plan
 
 
@@ -450,8 +453,10 @@ def search(
       progress: called with a text before each plan.
 
     Raises:
-      InputError: if no plan obeys the rules, or none fits.
+      InputError: if no plan obeys the rules, none fits, or one must use hosts that are not known.
     """
+    if any(get_value(cfg, name) == "host" for name in space.HOSTED):
+        topology.known_host()
     if cfg.compression.preset != "none" or limits.nodes == 1:
         limits = replace(limits, codecs="none")
     budget = default_budget(limits.devices, limits.platform, traces, seconds)

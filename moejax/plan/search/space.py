@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from moejax.config.checks import AXES, check, resolve_mesh
@@ -28,6 +28,7 @@ ROWS = ("mesh.replica", "mesh.fsdp", "mesh.expert")  # axes that share a stage's
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 SCHEDULES = ("1f1b", "combined_1f1b")
 KEEPS = ("residuals", "input")
+HOSTED = ("memory.optimizer", "memory.experts", "memory.residuals")
 HEADROOMS = (1.5, 2.0, 3.0)
 CONTEXT = "mesh.context"
 LONG = 16_384  # positions from which on devices may share sequences although there are enough
@@ -305,6 +306,51 @@ def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
         candidate = change(cfg, dict(zip(names, values, strict=True)))
         if candidate != cfg:
             yield candidate
+
+
+def heavier(cfg: Config, first: Config, limits: Limits) -> Iterator[Config]:
+    """Yields plans with fewer micro-batches or less recomputation, down to those of a first config.
+
+    Not resolved, as `lighter`.
+    """
+    staged, names = cfg.mesh.stage > 1, ("train.micro_batches", "model.remat", "mesh.stage_keeps")
+    choices = (
+        dict.fromkeys((first.train.micro_batches, cfg.train.micro_batches)),
+        REMATS[REMATS.index(first.model.remat) : REMATS.index(cfg.model.remat) + 1],
+        KEEPS[: KEEPS.index(cfg.mesh.stage_keeps) + 1],
+    )
+    wanted = [_values(cfg, limits, n, tuple(own)) for n, own in zip(names, choices, strict=True)]
+    if staged:  # micro-batches are what fills the stages
+        wanted[0] = (cfg.train.micro_batches,)
+    for values in product(*wanted):
+        candidate = change(cfg, dict(zip(names, values, strict=True)))
+        if candidate != cfg:
+            yield candidate
+
+
+def hosted(cfg: Config, limits: Limits, names: Iterable[str] = HOSTED) -> Iterator[Config]:
+    """Yields plans that keep more in the host's memory, the fewest kinds of arrays first.
+
+    Not resolved, as `lighter`.
+    """
+    own = [
+        name
+        for name in names
+        if limits.free(name) and get_value(cfg, name) == "device" and _is_kept(cfg, name)
+    ]
+    for count in range(1, len(own) + 1):
+        for chosen in combinations(own, count):
+            yield change(cfg, dict.fromkeys(chosen, "host"))
+
+
+def _is_kept(cfg: Config, name: str) -> bool:
+    """Returns whether a step has the arrays that a setting of `HOSTED` moves."""
+    staged = cfg.mesh.stage > 1
+    if name == "memory.experts":
+        return cfg.model.has_experts and not staged and cfg.lora.rank is None
+    if name == "memory.residuals":
+        return cfg.mesh.stage_keeps == KEEPS[0] if staged else cfg.model.remat in REMATS[2:-1]
+    return True
 
 
 def rules(cfg: Config, limits: Limits) -> dict[str, Config]:

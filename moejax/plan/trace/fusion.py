@@ -35,9 +35,12 @@ class Storage:
     def __init__(self) -> None:
         self.buffer: list[int] = []  # buffer of each value
         self.sizes: list[int] = []  # bytes of each buffer
+        self.on_host: set[int] = set()  # buffers in the host's memory
 
-    def new(self, size: int) -> int:
+    def new(self, size: int, *, on_host: bool = False) -> int:
         """Returns a new value in a new buffer."""
+        if on_host:
+            self.on_host.add(len(self.sizes))
         self.sizes.append(size)
         self.buffer.append(len(self.sizes) - 1)
         return len(self.buffer) - 1
@@ -98,6 +101,7 @@ def fuse(
         buffers=tuple(storage.sizes),
         inputs=tuple(storage.buffer[value] for value in inputs),
         outputs=tuple(None if v is None else storage.buffer[v] for v in outputs),
+        on_host=frozenset(storage.on_host),
     )
 
 

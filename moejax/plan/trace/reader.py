@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened, scan_operands
@@ -57,10 +58,15 @@ class _Reader:
         self.rounds = rounds
         self.storage = Storage()
         self.nodes: list[Node] = []
+        self.sent: set[int] = set()  # values that copies from the device made
+
+    def _new(self, var: Any) -> int:
+        """Returns a new value in a buffer of the memory that a variable lies in."""
+        return self.storage.new(_bytes(var.aval), on_host=_is_on_host(var))
 
     def schedule(self, jaxpr: Any, scope: Scope) -> Schedule:
         """Returns the schedule of a jaxpr inside the named scopes, outermost first."""
-        inputs = [self.storage.new(_bytes(var.aval)) for var in jaxpr.invars]
+        inputs = [self._new(var) for var in jaxpr.invars]
         outputs = self._run(jaxpr, inputs, scope)
         return fuse(self.nodes, self.storage, inputs, outputs)
 
@@ -87,6 +93,8 @@ class _Reader:
             return [None] * len(eqn.outvars)
         if name in KINDS:
             return self._collective(eqn, operands, scope)
+        if name == "device_put":
+            return self._copies(eqn, operands, scope)
         if name == "scan":
             return self._scan(eqn, operands, scope)
         if name == "while":
@@ -119,14 +127,11 @@ class _Reader:
             join = Op("join", *_labels(scope))
             self.nodes.append(Node(join, _reads(operands), _present(aliases)))
             return aliases
+        if any(map(_is_on_host, eqn.outvars)):
+            return self._on_host(eqn, operands, scope)
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
-        computed = {}
-        if name in EXPONENTIALS:
-            computed["exponentials"] = float(eqn.outvars[0].aval.size)
-        if name in REDUCTIONS:
-            computed["reduced"] = float(eqn.invars[0].aval.size)
-        return self._add("region", eqn, operands, scope, **computed)
+        return self._add("region", eqn, operands, scope, **_computed(eqn))
 
     def _add(
         self, kind: Any, eqn: Any, operands: list, scope: Scope, unread: float = 1.0, **cost: Any
@@ -164,6 +169,41 @@ class _Reader:
         op = Op(kind, *_labels(scope), bytes=moved)
         self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return written
+
+    def _copies(self, eqn: Any, operands: list, scope: Scope) -> list[int | None]:
+        """Adds a copy for each operand that changes its memory; others stay where they are."""
+        written: list[int | None] = []
+        for value, before, after in zip(operands, eqn.invars, eqn.outvars, strict=True):
+            away = _is_on_host(after)
+            if _is_on_host(before) == away or (value is None and not away):
+                written.append(value)
+                continue
+            copy = self._new(after)
+            op = Op(
+                "from_device" if away else "to_device", *_labels(scope), bytes=_bytes(after.aval)
+            )
+            self.nodes.append(Node(op, _reads([value]), (copy,)))
+            self.sent.update([copy] if away else [])
+            written.append(copy)
+        return written
+
+    def _on_host(self, eqn: Any, operands: list, scope: Scope) -> Sequence[int | None]:
+        """Reads an operation in the host's memory: a part of an array, or a write of one.
+
+        Neither moves anything by itself: a copy reads or writes its part where it lies.
+        """
+        name = eqn.primitive.name
+        if name in SLICES or name == "broadcast_in_dim":
+            return operands[:1] * len(eqn.outvars)
+        if name != "dynamic_update_slice":
+            raise NotImplementedError(f"the planner cannot read {name} in the host's memory")
+        array, part = operands[:2]
+        if part in self.sent:
+            self.storage.resize(part, 0)  # it has no other place
+        written = self._new(eqn.outvars[0]) if array is None else self.storage.alias(array)
+        join = Op("join", *_labels(scope))
+        self.nodes.append(Node(join, _reads(operands[:2]), (written,)))
+        return [written]
 
     def _collective(self, eqn: Any, operands: list, scope: Scope) -> list[int]:
         axes = eqn.params.get("axes") or eqn.params.get("axis_name")
@@ -213,11 +253,11 @@ class _Reader:
         body = _Reader(self.rounds).schedule(opened(jaxpr), scope)
         first, carry = carried
         written: list[int] = [
-            self.storage.new(_bytes(var.aval)) if value is None else self.storage.alias(value)
+            self._new(var) if value is None else self.storage.alias(value)
             for value, var in zip(carry, eqn.outvars, strict=False)
         ]
         stacked = eqn.outvars[len(carry) :]
-        written += [self.storage.new(_bytes(var.aval)) for var in stacked]
+        written += [self._new(var) for var in stacked]
         pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
         op = Op(
             "loop",
@@ -228,6 +268,14 @@ class _Reader:
         )
         self.nodes.append(Node(op, _reads(operands), tuple(written)))
         return list(written)
+
+
+def _computed(eqn: Any) -> dict[str, float]:
+    """Returns the values that an elementwise operation computes besides moving them."""
+    name = eqn.primitive.name
+    if name in EXPONENTIALS:
+        return {"exponentials": float(eqn.outvars[0].aval.size)}
+    return {"reduced": float(eqn.invars[0].aval.size)} if name in REDUCTIONS else {}
 
 
 def _works(jaxpr: Any) -> bool:
@@ -262,6 +310,11 @@ def _reads(values: Iterable[int | None]) -> tuple[tuple[int, float | None], ...]
 
 def _present(values: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(value for value in values if value is not None)
+
+
+def _is_on_host(var: Any) -> bool:
+    space = getattr(var.aval, "memory_space", jax.memory.Space.Device)
+    return space == jax.memory.Space.Host
 
 
 def _bytes(aval: Any) -> int:

@@ -14,9 +14,21 @@ from typing import Literal
 #   gather      rows by index, sorts: bytes, slower than a copy
 #   write       a part of an array, in place: bytes, like a copy
 #   collective  bytes on a link
+#   to_device, from_device  bytes between the memory of the host and the device's
 #   loop        its body, `trip_count` times
 #   join        no time: it waits for all its operands
-Kind = Literal["product", "region", "gather", "write", "collective", "loop", "join"]
+Kind = Literal[
+    "product",
+    "region",
+    "gather",
+    "write",
+    "collective",
+    "to_device",
+    "from_device",
+    "loop",
+    "join",
+]
+COPIES = ("to_device", "from_device")
 
 # Classes of traffic, as the program's scopes name them; traffic outside of them is small.
 TRAFFIC = (
@@ -67,7 +79,7 @@ class Op:
       after: indices of the operations that it waits for.
       reads, writes: indices of buffers.
       flops: FLOPs of a product.
-      bytes: bytes read and written in memory.
+      bytes: bytes read and written in memory; of a copy between memories, each counted once.
       dtype: dtype of a product's operands.
       passes: arrays that a region writes; each is one loop over memory.
       exponentials: values of exponentials and the like that a region computes.
@@ -107,12 +119,14 @@ class Schedule:
     Attributes:
       buffers: bytes of each buffer; several values can share one.
       inputs, outputs: indices of buffers; None for a constant output.
+      on_host: indices of the buffers that lie in the host's memory.
     """
 
     ops: tuple[Op, ...]
     buffers: tuple[int, ...]
     inputs: tuple[int, ...] = ()
     outputs: tuple[int | None, ...] = ()
+    on_host: frozenset[int] = frozenset()
 
 
 def walk(schedule: Schedule, times: float = 1) -> Iterator[tuple[Op, float]]:

@@ -7,6 +7,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from moejax.config.checks.size import machine_memory
 from moejax.config.compression import NO_COMPRESSION, describe_codecs
 from moejax.errors import InputError
 from moejax.layout.layout import Layout
@@ -14,6 +15,7 @@ from moejax.layout.route import explain
 from moejax.model.count import Counts, count
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import sampling_peak, trace_step
+from moejax.plan.price.host import copies_bytes, node_bytes
 from moejax.plan.trace.schedule import Collective, collectives_of
 from moejax.runtime.memory import device_memory
 from moejax.runtime.processes import Processes
@@ -31,12 +33,18 @@ class Summary:
     peaks: dict[str, int]  # peak bytes of the step, of evaluation and of sampling
     tokens_per_step: int
     collectives: list[Collective]
+    host_bytes: int = 0  # peak in the host's memory
 
 
 def summarize(train_step: TrainStep) -> Summary:
     """Traces step, evaluation and sampling; allocates nothing and needs no device."""
     traced = trace_step(train_step)
     schedule = traced.schedule()
+    peaks = {
+        "step": traced.peak(schedule),
+        "evaluation": traced.evaluation_peak(),
+        "sampling": sampling_peak(train_step),
+    }
     arguments = train_step.argument_bytes()
     lora = train_step.cfg.lora
     trained = "weights" if lora.rank is None else "adapters"
@@ -56,13 +64,10 @@ def summarize(train_step: TrainStep) -> Summary:
     return Summary(
         counts=count(train_step.cfg, train_step.parameter_sizes(), train_step.adapter_sizes()),
         bytes_by_kind=by_kind,
-        peaks={
-            "step": traced.peak(schedule).bytes,
-            "evaluation": traced.evaluation_peak().bytes,
-            "sampling": sampling_peak(train_step).bytes,
-        },
+        peaks={name: peak.bytes for name, peak in peaks.items()},
         tokens_per_step=train_step.cfg.train.batch_sequences * train_step.cfg.data.sequence_length,
         collectives=collectives_of(schedule),
+        host_bytes=max(peak.host_bytes for peak in peaks.values()),
     )
 
 
@@ -107,6 +112,8 @@ def print_summary(
     table.add_row(
         "peak memory, a device", f"about {human_bytes(max(summary.peaks.values()))}: {peaks}"
     )
+    if summary.host_bytes:
+        table.add_row("in the host's memory, a device", human_bytes(summary.host_bytes))
     for (kind, axes), (calls, size) in _by_kind(summary.collectives, train_step.layout).items():
         table.add_row(f"{kind} over {axes}", f"{calls:,} a step, {human_bytes(size)} a device")
     console.print(table)
@@ -205,6 +212,58 @@ def check_memory(
             f"{'machines' if simulated else 'devices'}, or make the model smaller."
         )
     return limit
+
+
+def check_hosts(train_step: TrainStep, summary: Summary, processes: Processes) -> None:
+    """Checks that what devices keep in the memory of hosts fits, with copies of the state there.
+
+    Raises:
+      InputError: in all processes, if it does not.
+    """
+    copies = copies_bytes(train_step)
+    if not summary.host_bytes and not copies:
+        return
+    arguments, hosts = train_step.argument_bytes(), processes.hosts()
+    node = node_bytes(
+        train_step, sum(arguments.values()) + arguments["weights"], summary.host_bytes
+    )
+    here = hosts.count(hosts[processes.index]) * len(jax.local_devices())
+    needed = node * here * (train_step.cfg.mesh.nodes or 1) // train_step.mesh.size
+    for host, (taken, room) in zip(
+        hosts, processes.gather([needed, machine_memory()]), strict=True
+    ):
+        if taken > room:
+            kept = f", copies of the state {human_bytes(copies)} of that" if copies else ""
+            raise InputError(
+                f"the memory of hosts is too small. The run takes {human_bytes(taken)} of {host}'s"
+                f"{kept}, and it has {human_bytes(room)}. All must fit. Keep less there "
+                "(memory.optimizer, memory.experts, memory.residuals, checkpoint.memory_every), or "
+                "shard more over more machines."
+            )
+
+
+def host_warnings(train_step: TrainStep, summary: Summary, topology: Topology | None) -> list[str]:
+    """Returns a warning if what a run keeps in the memory of a known cluster's hosts does not fit.
+
+    It is the reason for which `check_hosts` would end the run.
+    """
+    host = None if topology is None else topology.host
+    node = _on_node(train_step, summary)
+    if host is None or node <= host.memory_bytes:
+        return []
+    return [
+        f"warning: the run takes {human_bytes(node)} of the memory of a node's host, which has "
+        f"{human_bytes(host.memory_bytes)}. It would not start."
+    ]
+
+
+def _on_node(train_step: TrainStep, summary: Summary) -> int:
+    """Returns the bytes of a node's host that a run surely takes; 0 if it keeps nothing there."""
+    if not summary.host_bytes and not copies_bytes(train_step):
+        return 0
+    arguments = train_step.argument_bytes()
+    held = sum(arguments.values()) + arguments["weights"]  # gradients are as large
+    return node_bytes(train_step, held, summary.host_bytes)
 
 
 def memory_limit(processes: Processes) -> int:

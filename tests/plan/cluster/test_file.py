@@ -18,7 +18,7 @@ from moejax.plan.cluster.file import (
     to_text,
     write_topology,
 )
-from moejax.plan.cluster.topology import KINDS, Link, Tier
+from moejax.plan.cluster.topology import KINDS, Host, Link, Tier
 from tests.plan.cluster.test_topology import THREE, TWO
 
 
@@ -45,6 +45,7 @@ FULL = replace(
         ),
         TWO.tiers[1],
     ),
+    host=Host(5e10, 4e10, 2 * 10**12),
 )
 
 
@@ -59,6 +60,16 @@ def test_files_with_rates_of_codecs_are_read():
     data = as_json(TWO)
     data["device"]["codecs"] = {"topk": {"encode": 1e9, "decode": 1e9}}
     assert from_json(data, "t.json") == TWO
+
+
+def test_a_file_without_a_host_is_read_and_says_what_to_add_where_one_is_needed():
+    data = as_json(replace(TWO, host=None))
+    assert "host" not in data
+    found = from_json(data, "t.json")
+    assert found.host is None
+    with pytest.raises(InputError, match=r"no `host`.*plan probe again.*to_device") as caught:
+        found.known_host()
+    assert "\n" not in str(caught.value)
 
 
 def change(path, value):
@@ -134,6 +145,10 @@ REFUSED = [
     (change("device.copy_bytes_per_s", 4.3), "copy_bytes_per_s` is too low", "bytes a second"),
     (change("device.memory_bytes", 141), "memory_bytes` is too low", "in bytes"),
     (known_gpu(8 * 300e9), "too fast", "Divide by 8"),
+    (change("host.to_device", 5e12), "`host.to_device` is too fast", "in bits"),
+    (change("host.from_device", 50), "`host.from_device` is too low", "bytes a second"),
+    (change("host.from_device", ...), "`host.from_device` is missing", "Add"),
+    (change("host.memory_bytes", 2048), "`host.memory_bytes` is too low", "in bytes"),
 ]
 
 
@@ -184,6 +199,10 @@ def test_known_clusters_load_and_are_plausible(name):
     for fast, slow in zip(found.tiers, found.tiers[1:], strict=False):
         for kind in KINDS:
             assert fast.links[kind].bytes_per_s > slow.links[kind].bytes_per_s
+    if found.host is not None:
+        assert "assumed" in found.source.partition("Host:")[2]
+        assert 1e9 < found.host.from_device <= found.host.to_device < 3e11
+        assert found.host.memory_bytes > found.tiers[0].size * found.device.memory_bytes / 2
     for link in (link for tier in found.tiers for link in tier.links.values()):
         assert 1e8 < link.bytes_per_s < 1e12
         assert 0 < link.startup_s < 1e-3

@@ -199,6 +199,7 @@ def test_a_plan_that_the_trainer_has_loses_nothing(trainer):
         ({"mesh__gather_dense": "step", "mesh__expert": 8, "mesh__fsdp": 8}, "once a step"),
         ({"train__reduction_bytes": 2**20, "mesh__fsdp": 64}, "pieces of 1 MiB"),
         ({"mesh__gather_across": "use", "mesh__fsdp": 64, "mesh__nodes": 8}, "across nodes first"),
+        ({"memory__optimizer": "host", "mesh__fsdp": 64}, "host's memory: optimizer"),
         (
             {"mesh__expert_weights": "whole", "mesh__tensor": 2, "mesh__expert": 4}
             | {"mesh__fsdp": 8},

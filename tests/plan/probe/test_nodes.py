@@ -5,7 +5,8 @@ import types
 import pytest
 
 from moejax.errors import InputError
-from moejax.plan.probe.nodes import find_nodes
+from moejax.plan.probe import nodes
+from moejax.plan.probe.nodes import find_nodes, host_memory_of
 
 
 def device(process, platform="cpu", **more):
@@ -46,3 +47,11 @@ def test_the_user_may_say_what_a_node_is():
 def test_nodes_of_unequal_size_are_refused():
     with pytest.raises(InputError, match="a 2, b 1"):
         find_nodes([device(0), device(0), device(1)], ["a", "b"])
+
+
+def test_nodes_of_one_host_share_its_memory_and_one_of_several_hosts_has_theirs(monkeypatch):
+    monkeypatch.setattr(nodes, "machine_memory", lambda: 600)
+    devices = [device(0) for _ in range(6)]
+    assert host_memory_of(devices[0], find_nodes(devices, ["a"], 3), ["a"]) == 200
+    devices = [device(n // 2, "tpu", slice_index=0) for n in range(4)]
+    assert host_memory_of(devices[0], find_nodes(devices, ["a", "b"]), ["a", "b"]) == 1200

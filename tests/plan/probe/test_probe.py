@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 
 from moejax.plan import __main__ as plan
 from moejax.plan.cluster.file import from_json, load_topology, read_topology, to_text
-from moejax.plan.cluster.topology import KINDS, Link, Tier
+from moejax.plan.cluster.topology import KINDS, Host, Link, Tier
+from moejax.plan.probe import host as probe_host
 from moejax.plan.probe import links as probe_links
 from moejax.plan.probe import measure as probe_module
 from moejax.plan.probe import program as probe_program
@@ -86,6 +88,7 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back(monkeypatch):
             # Memory of any machine: not a loop that was optimised away, nor one that hung.
             assert 1e5 < link.bytes_per_s < 4e12
     assert 1e6 < found.device.copy_bytes_per_s < 1e13
+    assert found.host is not None
     assert found.device.program_overhead > 0
     assert found.device.program_overhead != 1, "what every step is priced with was not measured"
     assert any("all_to_all" in words for words in said)
@@ -107,6 +110,16 @@ def test_a_cpu_is_timed_with_arrays_that_caches_hold_and_with_exponentials_and_s
         device = probe_device(Watch(), **other, **facts)
         assert not device.copies
         assert device.exponentials_per_s == device.reductions_per_s == math.inf
+
+
+def test_copies_to_the_host_are_timed_on_all_devices_at_once(monkeypatch):
+    """32 MiB of each device: in an eighth of a second from it, in a quarter to it."""
+    clock = iter([time for call in range(14) for time in (call, call + (0.125, 0.25)[call > 6])])
+    timer = types.SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr(probe_host, "time", timer)
+    watch = Stopwatch(Processes(), [jax.devices()[:2], jax.devices()[2:4]])
+    found = probe_host.probe_host(watch, "cpu", 10**9, lambda _: None)
+    assert found == Host(to_device=2**27, from_device=2**28, memory_bytes=10**9)
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ def pretend(seconds, gib=1.0, mesh=(1, 8, 1, 1), **values):
         totals=SimpleNamespace(computed={"experts": seconds}, exposed={}), seconds=seconds
     )
     peak = SimpleNamespace(bytes=gib * GIB)
-    return SimpleNamespace(cfg=cfg, parts=((1.0, main),), seconds=seconds, peak=peak, main=main)
+    one = SimpleNamespace(cfg=cfg, parts=((1.0, main),), seconds=seconds, peak=peak, main=main)
+    return SimpleNamespace(**vars(one), host_bytes=0, node_bytes=0)
 
 
 def shown(ranked, **rules):

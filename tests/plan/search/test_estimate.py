@@ -1,9 +1,12 @@
 """Estimates against prices: an estimate chooses what is traced."""
 
+from dataclasses import replace
+
 import pytest
 
 from moejax.config.checks.size import attention_parameters
 from moejax.config.fields import change
+from moejax.plan.cluster.topology import Host
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.search import space
@@ -62,3 +65,30 @@ def test_only_blocks_with_experts_count_as_such():
         assert of_block[1] == share * experts
         hidden = (1 - share) * 8 * 3 * cfg.model.width
         assert of_block[0] == pytest.approx(hidden + attention_parameters(cfg.model))
+
+
+def test_moments_on_the_host_are_eight_bytes_a_parameter_and_sixteen_on_the_link():
+    there = replace(cluster(platform="gpu"), host=Host(2e7, 1e7, 10**10))
+    cfg = change(to_plan(), {"mesh.fsdp": 8, "mesh.replica": 1})
+    device, host = (
+        Estimate(change(cfg, {"memory.optimizer": kind}), there) for kind in ("device", "host")
+    )
+    assert host.host_bytes() == 8 * device.own > device.host_bytes() == 0
+    assert device.bytes() - host.bytes() == pytest.approx(8 * device.own)
+    seconds = 8 * device.own * (1 / 2e7 + 1 / 1e7)
+    assert host.seconds() - device.seconds() == pytest.approx(seconds)
+
+
+def test_residuals_on_the_host_leave_what_passes_between_blocks():
+    there = replace(cluster(platform="gpu"), host=Host(1e1, 1e1, 10**10))
+    cfg = change(to_plan(), {"mesh.fsdp": 8, "mesh.replica": 1, "model.remat": "attention"})
+    device, host = (
+        Estimate(change(cfg, {"memory.residuals": kind}), there) for kind in ("device", "host")
+    )
+    moved = host.host_bytes()
+    assert device.bytes() - host.bytes() == pytest.approx(moved)
+    # Float32, 32 sequences of 16 positions on eight devices: what passes stays.
+    passed = 4 * (32 * 16 / 8) * cfg.model.width * cfg.model.blocks
+    assert host._kept() - moved == pytest.approx(passed)
+    # So slow a link that compute hides next to nothing of it.
+    assert host.seconds() - device.seconds() == pytest.approx(moved / 1e1, rel=0.01)

@@ -17,6 +17,7 @@ from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.terms import terms, why
 from moejax.plan.report.tables import rest_text
+from moejax.plan.search import fitting
 from moejax.plan.search.budget import Budget
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.file import load_plan, plan_from, save_plan
@@ -227,7 +228,7 @@ def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
     tried = [Estimate(mesh, there) for mesh in searching._promising(meshes)]
     assert any(one.cfg.train.micro_batches > 1 or one.cfg.model.remat != "none" for one in tried)
     assert [one.seconds() for one in tried] == sorted(one.seconds() for one in tried)
-    assert all(one.bytes() <= 1.3 * searching.memory_budget for one in tried)
+    assert all(one.bytes() <= 1.3 * searching.fitting.memory_budget for one in tried)
 
 
 def test_no_mesh_is_said_in_one_line():
@@ -362,7 +363,7 @@ def test_a_search_that_ran_out_of_traces_says_how_many_and_what_to_raise():
 def test_a_search_that_finds_nothing_says_that_its_traces_were_few(monkeypatch):
     """Four plans of ten meshes were traced, and the user was told to buy more devices."""
     axes = {"mesh.replica", "mesh.fsdp", "mesh.expert"}
-    monkeypatch.setattr(sys.modules[_Search.__module__], "MEMORY_SHARE", 1e-9)
+    monkeypatch.setattr(fitting, "MEMORY_SHARE", 1e-9)
     how = Limits(8, 2, "cpu", pinned=frozenset(CHOSEN) - axes)
     load = read_expert_load("balanced", 8)
     with pytest.raises(InputError, match=r"4 traced plans, of 10 meshes, needs .* --traces 4\.$"):

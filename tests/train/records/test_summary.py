@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -12,12 +13,15 @@ from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import Counts
+from moejax.plan.cluster.topology import Host
 from moejax.runtime.processes import ALONE
 from moejax.step.train_step import build_step
 from moejax.train.records.summary import (
     Summary,
+    check_hosts,
     check_memory,
     gather_note,
+    host_warnings,
     memory_warnings,
     print_summary,
     summarize,
@@ -47,6 +51,31 @@ def test_what_a_device_holds_must_fit_its_share(monkeypatch, gradients, held):
     with_memory(monkeypatch, needed - 1)
     with pytest.raises(InputError, match=f"the model does not fit.* of {held}, and has"):
         check_memory(train_step, ALONE, gradients=gradients)
+
+
+def test_a_host_must_hold_moments_and_copies_of_the_state_together(monkeypatch):
+    """Of a host with eight devices, which are simulated and so take of the same memory."""
+    cfg = change(small_config((1, 2, 2, 2)), {"memory.optimizer": "host"})
+    cfg = change(cfg, {"checkpoint.memory_every": 5})
+    train_step = step_for(cfg)
+    given, moments = train_step.argument_bytes(), train_step.host_bytes()
+    everywhere = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(train_step.abstract))
+    held = DEVICES * (sum(given.values()) + given["weights"] + moments)
+    summary = Summary(Counts(1, 1, 1, 1, 1), {}, {"step": 1}, 1, [], moments)
+
+    def check(memory):
+        monkeypatch.setattr("moejax.train.records.summary.machine_memory", lambda: memory)
+        check_hosts(train_step, summary, ALONE)
+
+    check(held + 2 * everywhere)
+    with pytest.raises(InputError, match=r"memory of hosts is too small.*copies of the state"):
+        check(held + 2 * everywhere - 1)
+    there = dataclasses.replace(cluster(inside=8, nodes=1), host=Host(1e9, 1e9, held))
+    (said,) = host_warnings(train_step, summary, there)
+    assert f"has {held / 2**10:.1f} KiB" in said
+    assert host_warnings(train_step, summary, cluster()) == []
+    kept = step_for(small_config((1, 2, 2, 2)))
+    check_hosts(kept, dataclasses.replace(summary, host_bytes=0), ALONE)  # nothing there
 
 
 def test_the_least_device_of_all_processes_counts(monkeypatch):
