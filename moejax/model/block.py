@@ -71,12 +71,17 @@ class Block(nnx.Module):
         """
         # Gathered here, the weights of the MLP and experts arrive while attention runs.
         stats = None
-        moe_weights = None if self.moe is None else self.moe.weights()
+        fetched = [] if self.moe is None else self.moe.fetch()
+        moe_weights = None if self.moe is None or fetched else self.moe.weights()
         mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
             y_BtD, kept = attend(self.attention, self.attention_norm(x_BtD))
             x_BtD = x_BtD + y_BtD
-            if self.barriers and moe_weights is not None:
+            if self.moe is not None and fetched:
+                # What is done with them first waits for attention, so that it hides their copies.
+                x_BtD, fetched = jax.lax.optimization_barrier((x_BtD, fetched))
+                moe_weights = self.moe.weights(fetched)
+            elif self.barriers and moe_weights is not None:
                 # In backward too they arrive while attention's projections are computed again.
                 x_BtD, moe_weights = jax.lax.optimization_barrier((x_BtD, moe_weights))
             else:

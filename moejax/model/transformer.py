@@ -15,6 +15,7 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import context
 from moejax.comm.activations import enter_tensor
+from moejax.comm.host import is_on_host
 from moejax.comm.weights.adapters import Weight
 from moejax.comm.weights.shard import without
 from moejax.config.pattern import BlockKind, layer_groups
@@ -284,7 +285,11 @@ class Transformer(nnx.Module):
             return nnx.merge(graph, state)(x_BtD, segment_BS, angles, layer_noise)
 
         if self.cfg.remat != "none":
-            repeat = jax.checkpoint(repeat, policy=remat_policy(self.cfg.remat, self.spec))
+            # JAX's barrier would have backward wait for all weights before it recomputes. A loop
+            # needs none.
+            away = any(map(is_on_host, jax.tree.leaves(stacked)))
+            policy = remat_policy(self.cfg.remat, self.spec)
+            repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=not away)
         if self.spec.barriers and not self.cfg.scan_layers:
             repeat = partial(in_turn, repeat)
         plain_repeats, stats = min(-(-plain_blocks // pattern), repeats), []

@@ -31,6 +31,7 @@ of quantile balancing.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -47,8 +48,10 @@ from moejax.comm.activations import (
     own_positions,
     split_positions,
 )
+from moejax.comm.host import is_on_host, to_device
 from moejax.comm.weights.adapters import AdaptedWeight, Weight
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
+from moejax.comm.weights.shard import as_shard
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.kept import ATTENDED
@@ -147,8 +150,20 @@ class MoE(nnx.Module):
             self.b_in = nnx.Param(jnp.zeros((M, 2, F), jnp.float32), dims="EUF")
             self.b_out = nnx.Param(jnp.zeros((M, D), jnp.float32), dims="ED")
 
-    def weights(self) -> MoEWeights:
-        """The weights as this device computes with them."""
+    def fetch(self) -> list[jax.Array]:
+        """Starts to fetch the experts' weights, if they are on the host; returns their shards."""
+        found = [as_shard(w.get_value()).weight for w in (self.w_in, self.w_out)]
+        return [to_device(w) for w in found if is_on_host(w)]
+
+    def weights(self, fetched: list[jax.Array] | None = None) -> MoEWeights:
+        """The weights as this device computes with them.
+
+        Args:
+          fetched: from `fetch`, if it returned shards.
+        """
+        if fetched:
+            for param, own in zip((self.w_in, self.w_out), fetched, strict=True):
+                param.set_value(replace(as_shard(param.get_value()), weight=own))
         router_DE, b_in, b_out = gather_float32(self.w_router, self.spec), None, None
         (w_in, in_adapter), (w_out, out_adapter) = (
             _parts(gather_weight(w, self.spec)) for w in (self.w_in, self.w_out)
