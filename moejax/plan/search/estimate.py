@@ -20,6 +20,7 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 KEPT = {"none": 1.0, "dots": 0.7, "experts": 0.6, "collectives": 0.35, "attention": 0.35}
 KEPT |= {"token_collectives": 0.3, "full": 0.05}
 
+NEAR = 3  # slots on the device where the others are on the host: two that are used, one that comes
 SMALL_OPS = 100  # small operations of an expert block: counts of rows, sorts, comparisons
 HIDDEN = 0.75  # share of a stage's sending, or of its computing, that the other hides; as by price
 
@@ -133,6 +134,7 @@ class Estimate:
             # The stage's slots, and one micro-batch's residuals.
             kept *= self.schedule.slots
             held += (block * KEPT[model.remat] + self._passed()) * self._blocks()
+            held += NEAR * self._kept() * (self.cfg.memory.residuals == "host")
         return held + kept - away + 2 * block
 
     def host_state(self) -> float:
@@ -140,8 +142,12 @@ class Estimate:
         return self._moments() + 4 * self._experts()
 
     def host_bytes(self) -> float:
-        """Returns the bytes of a device in its host's memory: weights have as large gradients."""
-        return self.host_state() + 4 * self._experts() + self._away()
+        """Returns the bytes of a device in its host's memory.
+
+        Weights have as large gradients, and stages one more slot, for tasks in the bubble.
+        """
+        bubble = self._away() / self.schedule.slots if self.stages > 1 else 0.0
+        return self.host_state() + 4 * self._experts() + self._away() + bubble
 
     def _blocks(self) -> float:
         """Returns the blocks of a stage that a task computes."""

@@ -11,6 +11,7 @@ from itertools import combinations, product
 from typing import Any
 
 from moejax.config.checks import AXES, check, resolve_mesh
+from moejax.config.checks.memory import KEPT_ON_HOST
 from moejax.config.checks.planned import CHOSEN, CHUNKS, CODECS, EXCHANGE, MESH, REDUCTION
 from moejax.config.compression import GRADIENTS, PRESETS, STAGES
 from moejax.config.fields import change, fields, get_value
@@ -349,7 +350,7 @@ def _is_kept(cfg: Config, name: str) -> bool:
     if name == "memory.experts":
         return cfg.model.has_experts and not staged and cfg.lora.rank is None
     if name == "memory.residuals":
-        return cfg.mesh.stage_keeps == KEEPS[0] if staged else cfg.model.remat in REMATS[2:-1]
+        return cfg.mesh.stage_keeps == KEEPS[0] if staged else cfg.model.remat in KEPT_ON_HOST
     return True
 
 

@@ -92,3 +92,16 @@ def test_residuals_on_the_host_leave_what_passes_between_blocks():
     assert host._kept() - moved == pytest.approx(passed)
     # So slow a link that compute hides next to nothing of it.
     assert host.seconds() - device.seconds() == pytest.approx(moved / 1e1, rel=0.01)
+
+
+def test_stages_hold_three_slots_on_the_device_and_all_and_one_more_on_the_host():
+    there = replace(cluster(platform="gpu"), host=Host(1e1, 1e1, 10**10))
+    values = {"mesh.stage": 4, "mesh.fsdp": 2, "mesh.replica": 1, "train.micro_batches": 8}
+    cfg = change(to_plan(model={"num_layers": 4}), values)
+    device, host = (
+        Estimate(change(cfg, {"memory.residuals": kind}), there) for kind in ("device", "host")
+    )
+    slots, slot = device.schedule.slots, device._kept()
+    assert slots > 3
+    assert host.host_bytes() == pytest.approx((slots + 1) * slot)
+    assert device.bytes() - host.bytes() == pytest.approx((slots - 3) * slot)
