@@ -285,11 +285,12 @@ class Transformer(nnx.Module):
             return nnx.merge(graph, state)(x_BtD, segment_BS, angles, layer_noise)
 
         if self.cfg.remat != "none":
-            # JAX's barrier would have backward wait for all weights before it recomputes. A loop
-            # needs none.
-            away = any(map(is_on_host, jax.tree.leaves(stacked)))
+            # JAX's barrier would have backward wait for all that comes from the host before it
+            # recomputes. A loop needs none.
+            comes = self.spec.residuals_on_host or any(map(is_on_host, jax.tree.leaves(stacked)))
+            barrier = not (comes and self.cfg.scan_layers)
             policy = remat_policy(self.cfg.remat, self.spec)
-            repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=not away)
+            repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=barrier)
         if self.spec.barriers and not self.cfg.scan_layers:
             repeat = partial(in_turn, repeat)
         plain_repeats, stats = min(-(-plain_blocks // pattern), repeats), []
