@@ -93,6 +93,7 @@ def print_compiled(step: CompiledStep, title: str, target: Target, console: Cons
         table.add_row(f"  of {name}", _gib(size))
     table.add_row("arguments (state, batch)", _gib(step.argument_bytes))
     table.add_row("temporaries", _gib(step.temporary_bytes))
+    _add_host(table, step)
     for name, backward in (("forward", False), ("backward", True)):
         table.add_row(f"all-to-alls of tokens, {name}", _hidden(step, backward))
     beside = len(step.reductions_beside_exchanges())
@@ -113,6 +114,18 @@ def print_compiled(step: CompiledStep, title: str, target: Target, console: Cons
     for schedule in step.schedules:
         line = f"{schedule.calls} x {schedule.letters}"
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _add_host(table: Table, step: CompiledStep) -> None:
+    """Adds rows about the host's memory, if the step has arrays there."""
+    if not step.host_argument_bytes + step.host_temporary_bytes:
+        return
+    table.add_row("host: arguments", _gib(step.host_argument_bytes))
+    table.add_row("host: temporaries", _gib(step.host_temporary_bytes))
+    for name, to_device in (("to the device", True), ("to the host", False)):
+        size = sum(one.calls * one.bytes for one in step.copies if one.to_device == to_device)
+        share = step.hidden_copies(to_device=to_device)
+        table.add_row(f"copies {name}", f"{_gib(size)}; {share:.0%} of bytes enclose a product")
 
 
 def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:

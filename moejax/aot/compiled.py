@@ -26,6 +26,7 @@ import numpy as np
 
 from moejax.aot.hlo import (
     KINDS,
+    ON_HOST,
     Instruction,
     arrays_of,
     computations,
@@ -83,6 +84,23 @@ class CompiledCollective:
 
 
 @dataclass(frozen=True)
+class HostCopy:
+    """A copy between the memories of host and device.
+
+    Attributes:
+      to_device: its direction.
+      bytes: of a call.
+      calls: calls in a step.
+      hides: whether it overlaps a matrix product.
+    """
+
+    to_device: bool
+    bytes: int
+    calls: int
+    hides: bool
+
+
+@dataclass(frozen=True)
 class ScheduleText:
     """The letters of one computation; `calls` is how often a step runs it."""
 
@@ -129,6 +147,22 @@ class CompiledText:
             for index in range(len(lines))
             for exchange in self._exchanges(name, index)
         ]
+
+    def copies(self) -> list[HostCopy]:
+        """Every copy between host and device that has a start and a done instruction."""
+        found = []
+        for name, lines in self._schedules.items():
+            for index, line in enumerate(lines):
+                if line.op.endswith("-start") and ON_HOST in line.result:
+                    arrays = [array for array in line.arrays if array.shape]
+                    here = [array for array in arrays if not array.on_host]
+                    # A copy's result comes first, that of a fusion last.
+                    result = arrays[0 if line.op == "copy-start" else -1]
+                    size = max(array.bytes for array in here)
+                    between = lines[index + 1 : self._ends[name][index]]
+                    hides = any(map(self.multiplies, between))
+                    found.append(HostCopy(not result.on_host, size, self.calls[name], hides))
+        return found
 
     def _beside(self, name: str, index: int) -> tuple[str, ...]:
         """Returns the all-to-alls in flight at the same time as an instruction's collective."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+ON_HOST = "S(5)"  # the memory space of pinned memory of the host, in a layout
+
 KINDS = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
@@ -20,11 +22,17 @@ KINDS = {
 
 
 class ArrayType(NamedTuple):
-    """XLA's dtype and shape of an array; `local`: it lies in a TPU core's own memory."""
+    """XLA's dtype and shape of an array, and where it lies if not in the device's main memory.
+
+    Attributes:
+      local: in a TPU core's own memory.
+      on_host: in the host's memory.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     local: bool = False
+    on_host: bool = False
 
     @property
     def size(self) -> int:
@@ -38,8 +46,8 @@ class ArrayType(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes in the device's main memory; 0 for an array in a core's own memory."""
-        return 0 if self.local else self.bytes
+        """Bytes in the device's main memory; 0 for an array that lies elsewhere."""
+        return 0 if self.local or self.on_host else self.bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,12 @@ class Instruction:
         found = re.findall(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?", result)
         # Layouts for TPUs have tiles; there memory space 1 is a core's own.
         return [
-            ArrayType(dtype, tuple(_numbers(dims)), "T(" in layout and "S(1)" in layout)
+            ArrayType(
+                dtype,
+                tuple(_numbers(dims)),
+                local="T(" in layout and "S(1)" in layout,
+                on_host=ON_HOST in layout,
+            )
             for dtype, dims, layout in found
         ]
 

@@ -3,13 +3,13 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import Mesh
 
-from moejax.aot.compiled import CompiledCollective, CompiledText, ScheduleText
+from moejax.aot.compiled import CompiledCollective, CompiledText, HostCopy, ScheduleText
 from moejax.aot.target import NODE, Target, describe_devices
 from moejax.aot.work import Work, measure_work
 from moejax.config.checks import check, resolve_mesh
@@ -34,7 +34,7 @@ CONTROLS: dict[str, dict[str, Options]] = {
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step. Bytes are per device.
+    """A compiled step. Bytes are per device, and in its memory unless they are named host's.
 
     Attributes:
       work: the device's work in a step.
@@ -54,6 +54,9 @@ class CompiledStep:
     work: Work
     model_flops: float
     other_peaks: dict[str, int] = field(default_factory=dict)
+    host_argument_bytes: int = 0
+    host_temporary_bytes: int = 0
+    copies: list[HostCopy] = field(default_factory=list)
 
     @property
     def max_bytes(self) -> int:
@@ -95,6 +98,10 @@ class CompiledStep:
         """Share of the reductions' bytes that overlap a matrix product."""
         return overlapped_share(self.reductions())
 
+    def hidden_copies(self, *, to_device: bool) -> float:
+        """Share of the bytes between host and device in a direction that overlap a product."""
+        return overlapped_share([one for one in self.copies if one.to_device == to_device])
+
     def hidden_gathers(self) -> float:
         """Share of the gathered weights' bytes that overlap a matrix product."""
         return overlapped_share([one for one in self.exchanges if one.kind == "all_gather"])
@@ -130,7 +137,7 @@ class CompiledStep:
         return overlapped_share([replace(one, bytes=1) for one in sent])
 
 
-def overlapped_share(exchanges: list[CompiledCollective]) -> float:
+def overlapped_share(exchanges: Sequence[CompiledCollective | HostCopy]) -> float:
     """Returns the share of bytes that overlap a matrix product."""
     hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
     return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
@@ -181,12 +188,23 @@ def read_step(
         seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
+        peak_bytes=_peak(memory),
         exchanges=text.exchanges(),
         schedules=text.schedules(),
         work=measure_work(text, filled=filled_share(train_step)),
         model_flops=model_flops(train_step),
+        host_argument_bytes=memory.host_argument_size_in_bytes,
+        host_temporary_bytes=memory.host_temp_size_in_bytes,
+        copies=text.copies(),
     )
+
+
+def _peak(memory: Any) -> int:
+    """Returns the peak bytes of a device. XLA's own figure counts the host's with them."""
+    if not memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes:
+        return memory.peak_memory_in_bytes
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
 
 
 def model_flops(train_step: TrainStep) -> float:
@@ -240,7 +258,7 @@ def other_peaks(train_step: TrainStep, step: CompiledStep) -> dict[str, int]:
     for name, function in lowered.items():
         memory = function.compile().memory_analysis()
         unread = step.argument_bytes - memory.argument_size_in_bytes
-        peaks[name] = memory.peak_memory_in_bytes + unread
+        peaks[name] = _peak(memory) + unread
     return peaks
 
 
