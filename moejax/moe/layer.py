@@ -153,7 +153,7 @@ class MoE(nnx.Module):
     def fetch(self) -> list[jax.Array]:
         """Starts to fetch the experts' weights, if they are on the host; returns their shards."""
         found = [as_shard(w.get_value()).weight for w in (self.w_in, self.w_out)]
-        return [to_device(w) for w in found if is_on_host(w)]
+        return [to_device(w) for w in found if w is not None and is_on_host(w)]
 
     def weights(self, fetched: list[jax.Array] | None = None) -> MoEWeights:
         """The weights as this device computes with them.

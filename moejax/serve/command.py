@@ -19,7 +19,7 @@ from moejax.serve.flags import (
     add_expert_slots,
     add_settings,
     add_tokenizer,
-    check_expert_slots,
+    check_slot_flags,
     choose_model,
     load_model,
 )
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
         sampling.check()
         _check_flags(args)
-        check_expert_slots(args)
+        check_slot_flags(args)
         checked_stops(args.stop)
         with join() as processes:
             _run(args, sampling, overrides, processes)

@@ -28,6 +28,7 @@ from moejax.serve.batch import Batch, Request
 from moejax.serve.experts.places import Places
 from moejax.serve.placing import (
     PlacedModel,
+    check_expert_slots,
     check_overrides,
     place,
     place_beside,
@@ -146,6 +147,7 @@ class Engine:
         """Starts the devices and reads a checkpoint."""
         check_overrides(overrides)
         chosen = choose(run, step, overrides, self._processes, FORWARD)
+        check_expert_slots(chosen.cfg, self._expert_slots)
         check_simulated_devices(chosen.cfg)
         for note in chosen.notes:
             warnings.warn(note.removeprefix("warning: "), stacklevel=3)

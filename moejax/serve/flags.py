@@ -8,7 +8,7 @@ from moejax.errors import InputError
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
 from moejax.runtime.processes import Processes
 from moejax.serve.experts.places import STEPS, Places
-from moejax.serve.placing import check_overrides, place, place_weights
+from moejax.serve.placing import check_expert_slots, check_overrides, place, place_weights
 from moejax.serve.programs import Programs
 from moejax.step.state import TrainState
 from moejax.train.records.summary import check_memory
@@ -39,7 +39,7 @@ def add_expert_slots(command: argparse.ArgumentParser) -> None:
     add("--follow-load", action="store_true", help=follow)
 
 
-def check_expert_slots(args: argparse.Namespace) -> None:
+def check_slot_flags(args: argparse.Namespace) -> None:
     """Checks these flags.
 
     Raises:
@@ -82,6 +82,7 @@ def choose_model(args: argparse.Namespace, overrides: list[str], processes: Proc
             f"`--expert-slots` has no effect. Got {args.expert_slots}. The model has no experts. "
             f"Leave it out."
         )
+    check_expert_slots(chosen.cfg, args.expert_slots)
     check_simulated_devices(chosen.cfg)
     check_same_config(chosen.cfg, processes)
     return chosen

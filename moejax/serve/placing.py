@@ -131,6 +131,15 @@ def without_stages(cfg: Config) -> Config:
     return replace(cfg, mesh=mesh, train=train)
 
 
+def check_expert_slots(cfg: Config, slots: int) -> None:
+    """Refuses slots for experts that lie in the host's memory."""
+    if slots and cfg.memory.experts == "host":
+        raise InputError(
+            f"no slots for experts on the host. Got {slots}, and `memory.experts` is host. Slots "
+            "are for copies between devices. Set memory.experts=device, or leave slots out."
+        )
+
+
 def check_overrides(overrides: Iterable[str]) -> None:
     """Refuses settings of DECIDED."""
     for name in parse_overrides(overrides):

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm import context, wire
 from moejax.comm.cpu import gloo
-from moejax.config.checks.text import require
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout, build_layout
 from moejax.model import cached
@@ -334,11 +333,6 @@ def build_programs(
 
     homes = apart = of_layers(cfg)
     if expert_slots:
-        require(
-            cfg.memory.experts == "device",
-            f"experts have no slots on the host. Got {expert_slots} with `memory.experts` = host. "
-            "Slots are for copies between devices. Choose 0, or set memory.experts=device.",
-        )
         cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, slots=expert_slots))
         apart = of_layers(cfg)
     single = of_layers(_for_single_tokens(cfg, layout))

@@ -138,7 +138,7 @@ def build_spec(
     tables: bool = False,
 ) -> StepSpec:
     """Returns the spec for a config and its devices; arguments as in `build_step`."""
-    layout = build_layout(cfg.mesh, gathered=gathered)
+    layout, host = build_layout(cfg.mesh, gathered=gathered), cfg.memory.residuals == "host"
     chosen = {
         name: choice.implementation
         for name, choice in select_kernels(cfg, hardware_of(mesh, platform)).items()
@@ -171,7 +171,7 @@ def build_spec(
         sliced_attention=chosen.get("sliced_attention", "blocked"),
         stacked=stacked,
         rounds=rounds,
-        residuals_on_host=cfg.memory.residuals == "host" and cfg.mesh.stage == 1,
+        residuals_on_host=host and cfg.mesh.stage == 1,
         documents=documents,
         tables=tables,
         logit_elements=2**21 if platform == "cpu" else 2**27,

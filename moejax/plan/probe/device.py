@@ -1,14 +1,19 @@
-"""Measures a device's rates while all others are as busy: products and memory."""
+"""Measures a device's rates while all others are as busy: products, memory, copies to its host."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from moejax.comm.host import MEMORY_KIND, on_host
 from moejax.plan.cluster.device import Device
-from moejax.plan.probe.timer import ProgressFn, Stopwatch
+from moejax.plan.cluster.topology import Host
+from moejax.plan.probe.timer import AXES, ROUNDS, ProgressFn, Stopwatch, meet
 
 # CPUs are slow and have small caches; other devices need large sizes to be filled.
 PRODUCTS = {"cpu": (64, 128, 256, 512), "gpu": (256, 512, 1024, 2048, 4096, 8192)}
@@ -19,6 +24,8 @@ VALUES, COLUMNS = 2**19, 256  # of exponentials and sums
 # An H200 has 60 MB of cache.
 MEMORY = {"cpu": 2**25, "gpu": 2**30, "tpu": 2**28}  # bytes of a copy, larger than any cache
 CACHED = {"cpu": (2**21, 2**22, 2**23, 2**24)}  # of arrays that a cache may hold
+# Bytes of a copy: more than any cache, and so many that a call costs little beside them.
+HOST_COPIES = {"cpu": 2**25, "gpu": 2**28, "tpu": 2**28}
 SMALL = 16  # dependent small operations
 
 
@@ -106,3 +113,41 @@ def _small_seconds(watch: Stopwatch) -> float:
         return x
 
     return watch.seconds(operate, lambda: jnp.ones(256)) / SMALL
+
+
+def probe_host(
+    watch: Stopwatch, platform: str, memory_bytes: int, progress: ProgressFn
+) -> Host | None:
+    """Returns the rates of copies each way; None where devices cannot reach the host's memory.
+
+    Args:
+      memory_bytes: of the host's memory, for the devices of a node together.
+    """
+    kinds = {memory.kind for memory in watch.mesh.local_devices[0].addressable_memories()}
+    if MEMORY_KIND not in kinds:
+        return None
+    progress("copies between host and device")
+    device = NamedSharding(watch.mesh, P(AXES))
+    host, size = on_host(device), HOST_COPIES[platform]
+    shape = (watch.mesh.devices.size, size // 4)
+    space = jax.memory.Space
+    away = jax.jit(lambda x: jax.device_put(x, space.Host), out_shardings=host)
+    back = jax.jit(lambda x: jax.device_put(x, space.Device), out_shardings=device)
+    x = jax.jit(lambda: jnp.ones(shape), out_shardings=device)()
+    leaving, coming = (
+        _host_seconds(watch, copy, array) for copy, array in ((away, x), (back, away(x)))
+    )
+    return Host(size / coming, size / leaving, memory_bytes)
+
+
+def _host_seconds(watch: Stopwatch, copy: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """Returns the seconds of a copy in the fastest run, on the slowest device."""
+    processes = watch.processes
+    processes.compile(copy, x)
+    seconds = []
+    for _ in range(ROUNDS):
+        meet(processes)
+        began = time.perf_counter()
+        jax.block_until_ready(copy(x))
+        seconds.append(max(processes.gather(time.perf_counter() - began)))
+    return min(seconds)

@@ -16,8 +16,7 @@ import jax
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.file import ASYMMETRY, VERSION, from_json, to_text
 from moejax.plan.cluster.topology import KINDS, Tier, Topology
-from moejax.plan.probe.device import probe_device
-from moejax.plan.probe.host import probe_host
+from moejax.plan.probe.device import probe_device, probe_host
 from moejax.plan.probe.links import probe_oversubscription, probe_pairs, probe_tier
 from moejax.plan.probe.nodes import Nodes, find_nodes, host_memory_of, memory_of
 from moejax.plan.probe.program import probe_program

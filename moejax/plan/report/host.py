@@ -4,7 +4,7 @@ from moejax.config.schema import Config
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import HOST_MEMORY
-from moejax.plan.price.residuals import crossover, saved_by_attention, saved_by_product
+from moejax.plan.price.host import crossover, saved_by_attention, saved_by_product
 from moejax.plan.search.search import SearchResult
 
 KEPT = {

@@ -27,7 +27,7 @@ from moejax.serve.flags import (
     add_expert_slots,
     add_settings,
     add_tokenizer,
-    check_expert_slots,
+    check_slot_flags,
     choose_model,
     load_model,
 )
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         _check_extra()
         _check_flags(args)
-        check_expert_slots(args)
+        check_slot_flags(args)
         api_key = _api_key(args)
         with join() as processes:
             _run(args, overrides, api_key, processes)

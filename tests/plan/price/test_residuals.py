@@ -2,7 +2,7 @@
 
 import pytest
 
-from moejax.plan.price.residuals import crossover, saved_by_attention, saved_by_product
+from moejax.plan.price.host import crossover, saved_by_attention, saved_by_product
 
 
 def test_keeping_pays_above_twice_the_flops_of_the_time_that_a_byte_takes():
