@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from moejax.config.checks.size import machine_memory
+from moejax.config.checks.machine import machine_memory
 
 # Share of a GPU's memory that JAX reserves for arrays and temporaries; its default is 0.75.
 # The rest is for memory outside of JAX: CUDA's context and modules, buffers of NCCL and NVSHMEM,
