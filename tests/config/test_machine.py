@@ -1,4 +1,4 @@
-"""Memory of a machine and of the container around a process, read from files laid out as Linux's."""
+"""Memory of a machine and of the container around a process, from files laid out as Linux's."""
 
 import pytest
 
