@@ -69,6 +69,18 @@ class NoMeshError(RunError):
     code = 9
 
 
+class HostMemoryError(RunError):
+    """A host has too little memory left for the run to go on. All processes find it together."""
+
+    code = 2
+
+
+class HostAllocationError(RunError):
+    """Memory of the host could not be taken, in this process."""
+
+    code = 2
+
+
 class StorageFullError(RunError):
     """No space is left for the files of the run."""
 

@@ -15,6 +15,8 @@ from moejax.config.load import describe_fields
 from moejax.errors import (
     STOPPED,
     DivergedError,
+    HostAllocationError,
+    HostMemoryError,
     InputError,
     MeetingError,
     ReplicasError,
@@ -39,6 +41,8 @@ def documented():
     ("error", "code", "meaning"),
     [
         (InputError("bad"), 2, "bad input"),
+        (HostMemoryError("full"), 2, "memory of a host is almost full"),
+        (HostAllocationError("refused"), 2, "could not be taken"),
         (DivergedError("NaN"), 4, "diverged"),
         (StorageFullError("full"), 5, "no space"),
         (MeetingError("alone"), 6, "not all processes"),

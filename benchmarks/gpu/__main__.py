@@ -4,7 +4,7 @@
 
 Checks every kernel against its plain form, measures what the device can do at most, then times
 kernels, attention, expert layers (whole and in chunks) and a train step beside torch's, cuDNN's and
-XLA's own, most wanted first.
+XLA's own, and a step with arrays in the host's memory beside one without, most wanted first.
 Needs no installation of moejax: numpy, JAX with CUDA, flax, optax, orbax and chex are enough, and
 torch or tokamax are compared with where they are. Each section is a process of its own
 (`worker`): one that hangs, dies or is out of time is ended, what it was at is noted and left
@@ -37,10 +37,11 @@ SECTIONS = {
     "training": 120,
     "attention": 70,
     "chunks": 60,
+    "host": 150,
     "sweep": 40,
 }
 # Seconds without a word after which a process is taken to hang.
-SILENCE = {"check": 150, "training": 150}
+SILENCE = {"check": 150, "training": 150, "host": 150, "all": 150}
 USUAL_SILENCE = 45
 STRIKES = 2  # after so many hangs or deaths of an implementation it is not tried again
 RESTARTS = 8  # of a section

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.targets import Rates, judge, over_one_chunk
+from benchmarks.gpu.targets import Rates, judge, over_device, over_one_chunk
 
 Rows = list[dict[str, Any]]
 NOT_A_GPU = "Nothing here was measured on a GPU: sizes are tiny, and no target is judged."
@@ -21,7 +21,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     else:
         parts.append(_targets(rates))
     parts += [_limits(rates), _checks(result["rows"]), _products(rates), _moved(rates)]
-    parts += [_attention(rates), _layers(rates), _chunks(rates), _errors(result), _foot(result)]
+    parts += [_attention(rates), _layers(rates), _chunks(rates), _host(rates, result["rows"])]
+    parts += [_errors(result), _foot(result)]
     return "\n".join(line for part in parts for line in part) + "\n"
 
 
@@ -179,6 +180,45 @@ def _chunks(rates: Rates) -> list[str]:
     words = "One device exchanges with itself, so nothing is hidden: ratios are medians of rounds."
     names = ["operation", "case", "1 chunk", "2 over 1", "4 over 1"]
     return ["## Expert layers in chunks", "", words, "", *table(names, lines, left=2)]
+
+
+def _host(rates: Rates, rows: Rows) -> list[str]:
+    """Steps with arrays in the host's memory: times and memory, measured and predicted."""
+    times = {
+        (row["case"], row["implementation"]): row for row in rates.timed(operations=(rates.PLACES,))
+    }
+    lines = []
+    for name, (measured, predicted) in over_device(rates).items():
+        host, device = times[name, "host"], times[name, "device"]
+        right = [
+            f"{row['predicted'] / float(np.median(row['seconds'])):.2f}" for row in (host, device)
+        ]
+        lines.append(
+            [name, _time(host), _time(device), f"{measured:.3f}", f"{predicted:.3f}", *right]
+        )
+    names = ["on the host", "time", "time without", "ratio", "predicted ratio"]
+    names += ["predicted over measured", "without"]
+    memory = [
+        [
+            row["implementation"],
+            *(
+                "" if row[kind] is None else f"{row[kind] / 2**30:.2f}"
+                for kind in ("peak_bytes", "compiler_bytes", "predicted_bytes")
+            ),
+            f"{row['predicted_host_bytes'] / 2**30:.2f}",
+        ]
+        for row in rows
+        if "predicted_host_bytes" in row
+    ]
+    kinds = ["on the host", "allocator's peak", "compiler's", "predicted", "predicted on the host"]
+    return [
+        "## Arrays in the host's memory",
+        "",
+        "A step with moments or residuals there and one without; memory in GiB.",
+        "",
+        *table(names, lines),
+        *table(kinds, memory),
+    ]
 
 
 def _errors(result: dict[str, Any]) -> list[str]:

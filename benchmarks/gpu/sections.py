@@ -11,6 +11,7 @@ from benchmarks.gpu.attention import attention_cases, attention_checks
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.chunks import chunk_cases
 from benchmarks.gpu.correct import check_cases
+from benchmarks.gpu.host import host_cases
 from benchmarks.gpu.layers import layer_cases, step_cases
 from benchmarks.gpu.limits import limit_cases
 from benchmarks.gpu.products import swept_cases, target_cases
@@ -51,6 +52,7 @@ SECTIONS = {
     "training": Section(_training),
     "attention": Section(attention_cases),
     "chunks": Section(chunk_cases),
+    "host": Section(host_cases),
     "sweep": Section(swept_cases, torch=True),
     "all": Section(_all),
 }

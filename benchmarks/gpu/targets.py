@@ -8,6 +8,7 @@ import numpy as np
 Row = dict[str, Any]
 FORWARD, BY_ROWS, BY_WEIGHTS = "forward", "data gradient", "weight gradient"
 LEAST_OF_CUDNN = 0.8  # rate of attention that takes ranges over cuDNN's causal one
+MOST_OF_HOST = 1.05  # of a step with arrays in the host's memory, where the planner says so too
 MOST_OF_CHUNKS = 1.05  # time of four chunks over that of one, with nothing to hide
 
 
@@ -20,6 +21,7 @@ class Rates:
     PRODUCTS = (FORWARD, BY_ROWS, BY_WEIGHTS, FUSED, IN_E4M3, MLP)
     LAYER, STEP = "MoE layer, forward + backward", "train step"
     WHOLE = (LAYER, STEP)
+    PLACES = "step, arrays on the host or not"
     IN_CHUNKS = ("layer in chunks, forward + backward", "layer in chunks, forward")
     ATTENTION = ("attention, forward + backward", "attention of stripes, forward + backward")
     OURS = (
@@ -108,6 +110,7 @@ def judge(rates: Rates) -> list[Verdict]:
         found.append(_share(what, rates, rows, bar, "flops", "matmul"))
     found.append(_beside_cudnn(rates))
     found += [_chunks(rates, operation) for operation in rates.IN_CHUNKS]
+    found += _on_host(rates)
     rows = list(rates.timed(operations=(rates.STEP,)))
     return [*found, _share("train step", rates, rows, 0.45, "flops", "matmul")]
 
@@ -190,6 +193,34 @@ def _chunks(rates: Rates, operation: str) -> Verdict:
         return Verdict(what, target, "", None)
     ratio, case = max(ratios)
     return Verdict(what, target, f"{ratio:.3f} x ({case})", ratio <= MOST_OF_CHUNKS)
+
+
+def over_device(rates: Rates) -> dict[str, tuple[float, float]]:
+    """By what lies on the host: the step's time over that without, measured and predicted."""
+    rows = {
+        (row["case"], row["implementation"]): row for row in rates.timed(operations=(rates.PLACES,))
+    }
+    found = {}
+    for (case, place), host in rows.items():
+        device = rows.get((case, "device"))
+        if place == "host" and device is not None:
+            measured = float(np.median(np.divide(host["seconds"], device["seconds"])))
+            found[case] = measured, host["predicted"] / device["predicted"]
+    return found
+
+
+def _on_host(rates: Rates) -> list[Verdict]:
+    """Steps with arrays on the host; not judged where the planner says that copies take longer."""
+    verdicts = []
+    for name in ("optimizer", "residuals"):
+        what, bar = f"step with {name} on the host", f"at most {MOST_OF_HOST} x, if so predicted"
+        if name not in (ratios := over_device(rates)):
+            verdicts.append(Verdict(what, bar, "", None))
+            continue
+        measured, predicted = ratios[name]
+        met = measured <= MOST_OF_HOST if predicted <= MOST_OF_HOST else None
+        verdicts.append(Verdict(what, bar, f"{measured:.3f} x, predicted {predicted:.3f} x", met))
+    return verdicts
 
 
 def _beside_cudnn(rates: Rates) -> Verdict:

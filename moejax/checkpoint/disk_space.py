@@ -35,11 +35,12 @@ def disk_full_error(directory: Path, step: int, seen: str) -> StorageFullError:
     """Returns the error for a checkpoint that could not be written."""
     return StorageFullError(
         f"no space left for the checkpoint of step {step}. {directory}: {seen}. "
-        f"{_safe(directory)}. Free some space, and run the same command again."
+        f"{safe_text(directory)}. Free some space, and run the same command again."
     )
 
 
-def _safe(directory: Path) -> str:
+def safe_text(directory: Path) -> str:
+    """Returns which step a run can go on from."""
     steps = finished_steps(directory)
     return f"Step {max(steps)} is safe" if steps else "No step was saved before"
 
@@ -64,7 +65,7 @@ def naming_full_disk(directory: Path, step: int) -> Iterator[None]:
 def _not_writable(directory: Path, step: int, seen: str) -> NotWritableError:
     return NotWritableError(
         f"the checkpoint of step {step} cannot be written. {directory}: {seen}. "
-        f"{_safe(directory)}. Make it writable, and run the same command again."
+        f"{safe_text(directory)}. Make it writable, and run the same command again."
     )
 
 

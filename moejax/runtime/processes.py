@@ -22,6 +22,7 @@ import numpy as np
 
 from moejax.errors import (
     DivergedError,
+    HostMemoryError,
     InputError,
     NoMeshError,
     ReplicasError,
@@ -165,11 +166,8 @@ class Processes:
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         # All processes find these, so all of them exit normally.
-        if (
-            error is None
-            or isinstance(error, InputError | DivergedError | NoMeshError | ReplicasError)
-            or self.count == 1
-        ):
+        agreed = InputError | DivergedError | HostMemoryError | NoMeshError | ReplicasError
+        if error is None or isinstance(error, agreed) or self.count == 1:
             return
         code = 1
         if isinstance(error, KeyboardInterrupt):

@@ -47,6 +47,13 @@ from moejax.train.evaluation import finish
 from moejax.train.faults.bad_steps import RECENT
 from moejax.train.faults.watching import watching
 from moejax.train.inputs import Inputs, open_inputs
+from moejax.train.memory.headroom import (
+    Headroom,
+    keeps_on_host,
+    lock_warnings,
+    naming_failed_allocation,
+    needed_of,
+)
 from moejax.train.memory.start import Memory
 from moejax.train.planning import PlannedStep, build_monitor, kept_plan, prepare_step
 from moejax.train.records.display import Display
@@ -227,7 +234,7 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
         keep_tokenizer(cfg.data, Path(cfg.run_dir))
 
     base = base_of(cfg, origin.source)
-    with start.watch.during("restore"):
+    with start.watch.during("restore"), naming_failed_allocation(train_step):
         state, recent = restore(start, origin, train_step, base, records)
     step = int(state.step)
     checkpoints = open_checkpoints(cfg, processes, records, console, origin.copies)
@@ -238,6 +245,8 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
     run = Run(cfg, train_step, inputs, checkpoints, records, meter, display, console)
     run.processes, run.watch, run.assignment = processes, start.watch, start.assignment
     run.memory, run.base, run.recent, run.on_step = memory, base, recent, start.on_step
+    if keeps_on_host(cfg):
+        run.headroom = Headroom(needed_of(train_step), processes)
     if processes.first and cfg.model.has_experts:
         run.expert_loads = ExpertLoads(Path(cfg.run_dir), cfg.train.num_steps)
     if planned.run_plan.plan is not None:
@@ -251,7 +260,7 @@ def run_to_end(run: Run, state: TrainState) -> RunEnd:
     """Runs the loop and the last evaluation, and closes the run."""
     try:
         # One process of several fails at once here: a save under way would wait for all of them.
-        with run.display, run.processes:
+        with run.display, run.processes, naming_failed_allocation(run.train_step):
             state, stopped = run_with_rollbacks(run, state)
         with run.processes:
             if not stopped:
@@ -284,6 +293,7 @@ def check_origin(origin: Origin, planned: PlannedStep, processes: Processes) -> 
     checkpoints = Path(train_step.cfg.run_dir) / "checkpoints"
     notes += check_disk(train_step, origin.saved, checkpoints, processes)
     notes += memory_warnings(planned.summary, planned.limit)
+    notes += lock_warnings(train_step, planned.summary.host_bytes, processes)
 
 
 def restore(

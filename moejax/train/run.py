@@ -16,6 +16,7 @@ from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.inputs import Inputs
 from moejax.train.memory.checkpoints import MemoryCheckpoints
+from moejax.train.memory.headroom import Headroom
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.records.display import Display
 from moejax.train.records.metrics import Meter, Records
@@ -60,6 +61,7 @@ class Run:
     Attributes:
       cfg: with everything chosen.
       memory: saves to hosts' memory, with `checkpoint.memory_every`.
+      headroom: what is left of hosts' memory, of a run that keeps arrays there.
       recent: losses and skipped updates up to the state that was restored or saved last, an entry
         of manifests (`faults.bad_steps`).
       base: identity of the frozen weights, with adapters.
@@ -82,6 +84,7 @@ class Run:
     processes: Processes = ALONE
     watch: Watch = field(default_factory=Watch)
     memory: MemoryCheckpoints | None = None
+    headroom: Headroom | None = None
     recent: dict[str, Any] = field(default_factory=dict)
     base: dict[str, str] | None = None
     expert_loads: ExpertLoads | None = None
@@ -95,6 +98,16 @@ class Run:
     def hosts_change(self) -> bool:
         """Whether other hosts shall train from now on."""
         return self.assignment is not None and self.assignment.proposed is not None
+
+    @property
+    def host_short(self) -> str | None:
+        """Why this process's host has too little memory left; None if it has enough."""
+        return None if self.headroom is None else self.headroom.short
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the run must end before its last step, though nobody asked for it."""
+        return self.hosts_change or self.host_short is not None
 
     def record_saved(self, step: int | None) -> None:
         """Records a finished checkpoint, if there is a new one."""

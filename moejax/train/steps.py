@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoint.compatible import describe_run
+from moejax.checkpoint.disk_space import safe_text
 from moejax.checkpoint.writer import arrays_of
 from moejax.data.skipped import data_position
 from moejax.errors import ReplicasError
@@ -20,6 +22,7 @@ from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate
 from moejax.train.faults.bad_steps import RECENT, StepCheck
 from moejax.train.faults.replicas import check_replicas
+from moejax.train.memory.headroom import memory_full
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
 from moejax.train.records.metrics import losses_of
@@ -62,7 +65,8 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             run.display.step(step)
             if run.meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, step, metrics)
-            stop = stopping.after(step, interrupt.requested or run.hosts_change)
+            look_at_memory(run, step, cfg.train.log_every, *watched)
+            stop = stopping.after(step, interrupt.requested or run.must_end)
             if step == last or stop or due(step, *watched):
                 check.settle(step, metrics)
             saves = due(step, cfg.checkpoint.save_every) and not check.suspicious
@@ -77,6 +81,12 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             between_steps(run, state, step, lambda: interrupt.requested)
             run.watch.enter("input", step + 1)
     return state, False
+
+
+def look_at_memory(run: Run, step: int, *every: int | None) -> None:
+    """Looks at what is left of hosts' memory, where due, if the run keeps arrays there."""
+    if run.headroom is not None and due(step, *every):
+        run.headroom.look()
 
 
 def compile_step(run: Run, schedule: CodecSchedule, step: int) -> None:
@@ -137,14 +147,21 @@ def stop_early(run: Run, step: int, asked: bool) -> None:
 
     Args:
       asked: whether this process was asked to stop. It comes first: a new plan would forget it.
+
+    Raises:
+      HostMemoryError: in all processes, if a host has too little memory left.
     """
     run.record_saved(run.checkpoints.wait())
     why = run.assignment.proposed if run.assignment is not None else None
-    asked_by, whys = zip(*run.processes.gather([asked, why]), strict=True)
+    found = run.processes.gather([asked, why, run.host_short])
+    asked_by, whys, shorts = zip(*found, strict=True)
     if any(asked_by):
         run.new_links = None
         run.display.note(f"stopped at step {step}; run the same command to go on")
         run.records.event("stopped", step)
+    elif short := next(filter(None, shorts), None):
+        run.records.event("memory_full", step, text=short)
+        raise memory_full(short, step)
     elif why := next(filter(None, whys), None):
         run.new_links, run.reassigned = None, True
         run.display.note(f"step {step}  hosts change: {why}")
@@ -222,7 +239,7 @@ def between_saves(run: Run, step: int, state: TrainState, *, suspicious: bool) -
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
-    """Starts a checkpoint after the previous one is complete."""
+    """Starts a checkpoint after the previous one is complete. Waits for it if memory is short."""
     with run.watch.during("save", step):
         # `Checkpoints.save` waits too, for callers that do not, but does not say what was finished.
         run.record_saved(run.checkpoints.wait())
@@ -230,7 +247,11 @@ def save(run: Run, step: int, state: TrainState) -> None:
         run.records.event("save", step)
         facts = describe_run(run.train_step, run.inputs.content, run.base)
         facts |= describe_data(run, step)
+        safe = partial(safe_text, run.checkpoints.directory)
+        wait = run.headroom is not None and run.headroom.must_wait(safe)
         run.checkpoints.save(step, state, {**facts, "jax": jax.__version__})
+        if wait:
+            run.record_saved(run.checkpoints.wait())
 
 
 def describe_data(run: Run, step: int) -> dict[str, Any]:

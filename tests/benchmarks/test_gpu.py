@@ -32,8 +32,15 @@ def test_everything_runs_small_on_any_machine(tmp_path):
     wanted = {"copy", "forward", "data gradient", "weight gradient", "gate, up and SwiGLU"}
     wanted |= {"permute", "MoE layer, forward + backward", "train step"}
     wanted |= {"layer in chunks, forward + backward", "layer in chunks, forward"}
-    wanted |= {"attention, forward + backward"}
+    wanted |= {"attention, forward + backward", "step, arrays on the host or not"}
     assert wanted <= timed
+    memory = {row["implementation"]: row for row in result["rows"] if "compiler_bytes" in row}
+    assert memory.keys() == {"device", "optimizer", "residuals"}
+    assert memory["optimizer"]["predicted_host_bytes"] > 0
+    (saved,) = [
+        row for row in result["rows"] if row["operation"] == "save while the next step runs"
+    ]
+    assert saved["arrays"] > 0
     assert SMALL in page
     assert "Targets" not in page
 
@@ -132,6 +139,10 @@ def test_targets_are_judged_by_the_worst_case():
         rows("layer in chunks, forward", "4 chunks", "a", 1.04),
         rows("layer in chunks, forward", "1 chunk", "b", 1.0),
         rows("layer in chunks, forward", "4 chunks", "b", 1.06),
+        rows("step, arrays on the host or not", "host", "optimizer", 1.06, predicted=1.04),
+        rows("step, arrays on the host or not", "device", "optimizer", 1.0, predicted=1.0),
+        rows("step, arrays on the host or not", "host", "residuals", 1.5, predicted=1.2),
+        rows("step, arrays on the host or not", "device", "residuals", 1.0, predicted=1.0),
     ]
     verdicts = {one.what: one for one in targets.judge(targets.Rates(found))}
     forward = verdicts["grouped matmul, forward, 512 rows or more"]
@@ -152,3 +163,6 @@ def test_targets_are_judged_by_the_worst_case():
     assert chunks.met is False
     assert chunks.found == "1.060 x (b)"
     assert verdicts["4 chunks, layer in chunks, forward + backward"].met is None
+    moments = verdicts["step with optimizer on the host"]
+    assert (moments.met, moments.found) == (False, "1.060 x, predicted 1.040 x")
+    assert verdicts["step with residuals on the host"].met is None, "the planner says it is slow"

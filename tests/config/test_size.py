@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from moejax.config.checks import check, resolve_mesh
-from moejax.config.checks import size as size_module
 from moejax.config.checks.size import parameters_of
 from moejax.config.fields import change
 from moejax.config.load import load_config
@@ -58,12 +57,3 @@ def test_simulated_devices_are_offered_only_where_they_would_fit(monkeypatch):
             resolve_mesh(cfg, 1, "cpu")
         assert ("simulated_devices=64" in str(caught.value)) == offered
         assert ("64 real devices" in str(caught.value)) == (not offered)
-
-
-def test_a_container_has_what_it_was_given(monkeypatch, tmp_path):
-    whole = size_module.machine_memory()
-    for text, wanted in (("1000000\n", 1_000_000), ("max\n", None), (str(2**62), None)):
-        (tmp_path / "memory.max").write_text(text)
-        monkeypatch.setattr(size_module, "CGROUP", tmp_path / "memory.max")
-        found = size_module.machine_memory()
-        assert found == wanted if wanted is not None else found >= whole

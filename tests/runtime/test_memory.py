@@ -6,7 +6,7 @@ import pytest
 from moejax.aot.target import TARGETS
 from moejax.config.schema import MeshConfig
 from moejax.plan.cluster.file import load_topology
-from moejax.runtime.memory import FRACTIONS, SHARE, device_memory, take_share
+from moejax.runtime.memory import FRACTIONS, POOL, SHARE, device_memory, take_share
 from moejax.runtime.start import start
 
 
@@ -27,6 +27,15 @@ def test_what_the_user_says_stays(monkeypatch, name):
     take_share()
     assert [os.environ.get(other) for other in FRACTIONS].count(None) == 1
     assert os.environ[name] == "0.5"
+
+
+@pytest.mark.parametrize(("said", "pool"), [("", "200"), ("96", "96")])
+def test_xla_may_pin_all_of_a_machine_unless_the_user_says_less(monkeypatch, said, pool):
+    monkeypatch.setattr("moejax.runtime.memory.machine_memory", lambda: 200 * 2**30 + 5)
+    monkeypatch.setenv(POOL, said)
+    monkeypatch.setenv(FRACTIONS[0], "0.5")
+    take_share()
+    assert os.environ[POOL] == pool
 
 
 def test_described_gpus_have_what_jax_may_take():

@@ -97,8 +97,8 @@ class Mailbox(Processes):
         self.others = others
 
     def gather(self, value):
-        if isinstance(value, list):  # asked to stop, and why hosts change
-            return [value, [self.others, None]]
+        if isinstance(value, list):  # asked to stop, why hosts change, whose memory is short
+            return [value, [self.others, None, None]]
         return [value]
 
 

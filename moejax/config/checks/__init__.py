@@ -6,8 +6,8 @@ known. Neither imports JAX. The rules on single values live with the fields in `
 Read in this order: this file, `effects` (settings that would change nothing), `gradients`
 (settings that leave a parameter without a gradient), `attention`, `mesh` (axes and their sizes),
 `stages` (the pipeline's), `memory` (what lies on the host), `size` (limits of arrays), `planned`
-(settings that a planner chooses), `paths` (files and folders). `text` has words that their messages
-share.
+(settings that a planner chooses), `paths` (files and folders). `machine` says how much memory there
+is. `text` has words that their messages share.
 """
 
 import math

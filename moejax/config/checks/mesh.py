@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from moejax.config.checks.size import machine_memory, state_bytes
+from moejax.config.checks.machine import machine_memory
+from moejax.config.checks.size import state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.parts import node_parts, sharing_counts

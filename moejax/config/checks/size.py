@@ -1,8 +1,5 @@
 """Refuses impossible model sizes, from the settings alone."""
 
-import os
-from pathlib import Path
-
 from moejax.config.checks.text import require
 from moejax.config.schema import Config, ModelConfig
 
@@ -68,15 +65,3 @@ def check_size(cfg: Config) -> None:
         f"the model has {parameters:.1e} parameters. It may have {MAX_PARAMETERS:.0e}. Lower "
         "model.width, model.num_layers, model.vocab_size or the experts' sizes.",
     )
-
-
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of a container
-
-
-def machine_memory() -> int:
-    """Returns the memory of this machine or container in bytes."""
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(size, int(CGROUP.read_text()))
-    except (OSError, ValueError):  # no such limit, or "max"
-        return size

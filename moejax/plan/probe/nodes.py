@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moejax.config.checks.size import machine_memory
+from moejax.config.checks.machine import machine_memory
 from moejax.errors import InputError
 from moejax.runtime.memory import device_memory
 from moejax.runtime.start import platform_of

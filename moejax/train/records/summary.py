@@ -7,7 +7,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from moejax.config.checks.size import machine_memory
+from moejax.config.checks.machine import machine_memory
 from moejax.config.compression import NO_COMPRESSION, describe_codecs
 from moejax.errors import InputError
 from moejax.layout.layout import Layout
