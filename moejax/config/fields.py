@@ -148,6 +148,7 @@ def find_field(name: str) -> Field:
 def _suggest(name: str) -> str:
     """Names the closest setting; the last part of the name weighs as much as the whole.
 
+    A name in the same group comes before one elsewhere: `mesh.experts` is `mesh.expert`.
     A name whose last part contains it as a word comes before one that is only spelt like it:
     `checkpoint.every` is `checkpoint.save_every` rather than `checkpoint.verify`.
     """
@@ -157,6 +158,7 @@ def _suggest(name: str) -> str:
         own = known.split(".")[-1]
         last = difflib.SequenceMatcher(None, wanted, own).ratio()
         ends = 0.3 * (wanted in own.split("_"))
+        ends += 0.2 * (known.rpartition(".")[0] == name.rpartition(".")[0])
         return last + ends + difflib.SequenceMatcher(None, name, known).ratio()
 
     best = max([*fields(), *sections()], key=likeness)

@@ -32,7 +32,7 @@ of quantile balancing.
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,8 @@ class MoE(nnx.Module):
         """
         if fetched:
             for param, own in zip((self.w_in, self.w_out), fetched, strict=True):
-                param.set_value(replace(as_shard(param.get_value()), weight=own))
+                shard: Any = replace(as_shard(param.get_value()), weight=own)
+                param.set_value(shard)
         router_DE, b_in, b_out = gather_float32(self.w_router, self.spec), None, None
         (w_in, in_adapter), (w_out, out_adapter) = (
             _parts(gather_weight(w, self.spec)) for w in (self.w_in, self.w_out)

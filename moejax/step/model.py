@@ -138,11 +138,9 @@ def build_spec(
     tables: bool = False,
 ) -> StepSpec:
     """Returns the spec for a config and its devices; arguments as in `build_step`."""
-    layout, host = build_layout(cfg.mesh, gathered=gathered), cfg.memory.residuals == "host"
-    chosen = {
-        name: choice.implementation
-        for name, choice in select_kernels(cfg, hardware_of(mesh, platform)).items()
-    }
+    layout = build_layout(cfg.mesh, gathered=gathered)
+    kernels = select_kernels(cfg, hardware_of(mesh, platform)).items()
+    chosen = {name: choice.implementation for name, choice in kernels}
     compression = _compression(cfg, chosen)
     codecs = codecs or compression.at(0)
     return StepSpec(
@@ -171,7 +169,7 @@ def build_spec(
         sliced_attention=chosen.get("sliced_attention", "blocked"),
         stacked=stacked,
         rounds=rounds,
-        residuals_on_host=host and cfg.mesh.stage == 1,
+        residuals_on_host=cfg.memory.residuals == "host" and not layout.stage,
         documents=documents,
         tables=tables,
         logit_elements=2**21 if platform == "cpu" else 2**27,

@@ -134,9 +134,7 @@ def probe_host(
     away = jax.jit(lambda x: jax.device_put(x, space.Host), out_shardings=host)
     back = jax.jit(lambda x: jax.device_put(x, space.Device), out_shardings=device)
     x = jax.jit(lambda: jnp.ones(shape), out_shardings=device)()
-    leaving, coming = (
-        _host_seconds(watch, copy, array) for copy, array in ((away, x), (back, away(x)))
-    )
+    leaving, coming = _host_seconds(watch, away, x), _host_seconds(watch, back, away(x))
     return Host(size / coming, size / leaving, memory_bytes)
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from moejax.plan import __main__ as plan
 from moejax.plan.cluster.file import from_json, load_topology, read_topology, to_text
 from moejax.plan.cluster.topology import KINDS, Host, Link, Tier
-from moejax.plan.probe import device as probe_device
+from moejax.plan.probe import device as rates_of_device
 from moejax.plan.probe import links as probe_links
 from moejax.plan.probe import measure as probe_module
 from moejax.plan.probe import program as probe_program
@@ -116,9 +116,9 @@ def test_copies_to_the_host_are_timed_on_all_devices_at_once(monkeypatch):
     """32 MiB of each device: in an eighth of a second from it, in a quarter to it."""
     clock = iter([time for call in range(14) for time in (call, call + (0.125, 0.25)[call > 6])])
     timer = types.SimpleNamespace(perf_counter=lambda: next(clock))
-    monkeypatch.setattr(probe_device, "time", timer)
+    monkeypatch.setattr(rates_of_device, "time", timer)
     watch = Stopwatch(Processes(), [jax.devices()[:2], jax.devices()[2:4]])
-    found = probe_device.probe_host(watch, "cpu", 10**9, lambda _: None)
+    found = rates_of_device.probe_host(watch, "cpu", 10**9, lambda _: None)
     assert found == Host(to_device=2**27, from_device=2**28, memory_bytes=10**9)
 
 
