@@ -1,5 +1,6 @@
 """Numbers that changed between memory and disk, where every file is as its manifest says."""
 
+import dataclasses
 import io
 import shutil
 from pathlib import Path
@@ -25,7 +26,9 @@ from moejax.checkpoint.manifest import (
 from moejax.checkpoint.restore import resume
 from moejax.checkpoint.verify import restore_weights, wrong_numbers
 from moejax.checkpoint.writer import Checkpoints, arrays_of
+from moejax.comm.host import MEMORY_KIND
 from moejax.config.load import to_dict
+from moejax.config.schema import MemoryConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from tests.cases import drawn_state, small_config, step_for
@@ -75,9 +78,10 @@ def rewrite(step, change, *keys, item="weights"):
     assert find_damage(step, read_manifest(step), "full") is None
 
 
-def resumed(directory, mesh=MESHES[0]):
+def resumed(directory, mesh=MESHES[0], memory=MemoryConfig()):  # noqa: B008
     """The state that a run goes on with, and the notes of what was set aside."""
-    train_step, notes = step_for(small_config(mesh, model={"num_layers": 2})), []
+    cfg = dataclasses.replace(small_config(mesh, model={"num_layers": 2}), memory=memory)
+    train_step, notes = step_for(cfg), []
     saved, _ = newest(directory, "full")
 
     def again():
@@ -94,6 +98,22 @@ def resumed(directory, mesh=MESHES[0]):
 def test_what_was_saved_on_one_mesh_is_equal_on_any(directory, mesh):
     state, notes = resumed(directory, mesh)
     assert (int(state.step), notes) == (2, [])
+
+
+def test_a_checkpoint_crosses_between_memories(directory):
+    """Digests of arrays on the host are those of the same numbers on devices."""
+    state, notes = resumed(directory, MESHES[1], MemoryConfig(optimizer="host", experts="host"))
+    moved = state.params["groups"][0]["blocks"][0]["moe"]["w_in"]
+    moments = [x for x in jax.tree.leaves(state.optimizer) if x.shape == moved.shape]
+    assert {x.sharding.memory_kind for x in (moved, *moments)} == {MEMORY_KIND}
+    writer = Checkpoints(directory, keep=3)
+    writer.save(3, state._replace(step=state.step + 1), read_manifest(directory / "2"))
+    writer.close()
+    here, more = resumed(directory, MESHES[1])
+    assert (int(here.step), notes + more) == (3, [])
+    wanted = case(MESHES[1])[1]
+    jax.tree.map(np.testing.assert_array_equal, here.optimizer, wanted.optimizer)
+    jax.tree.map(np.testing.assert_array_equal, here.params, wanted.params)
 
 
 def swap(w):

@@ -172,6 +172,13 @@ mesh.expert=4 mesh.tensor=4 {LARGE} mesh.simulated_devices=8 -> \
 mesh replica=1 x fsdp=1 x expert=4 x tensor=4 needs 16 devices, found 8 (cpu) ... \
 1, 2, 4, 8 ... mesh.simulated_devices=16
 mesh.replica=none mesh.simulated_devices=8 train.batch_sequences=12 -> by 8 = mesh.replica 8
+memory.experts=host model.scan_layers=false -> `model.scan_layers` is false ... scan_layers=true
+memory.experts=host mesh.fsdp=2 mesh.gather_across=step -> `mesh.gather_across` is step
+memory.experts=host mesh.fsdp=2 mesh.nodes=2 compression=hybrid compression.start_layer=1 -> \
+`compression.start_layer` is 1, which cuts their layers
+memory.experts=host model.moe_every=none -> has no effect ... no block has experts
+memory.residuals=host -> `model.remat` is none ... token_collectives, attention, experts
+memory.residuals=host model.remat=dots -> `model.remat` is dots
 lora.rank=4 optimizer.name=muon -> `optimizer.name` is muon ... `lora.rank` is 4
 """
 
@@ -202,6 +209,8 @@ mesh.stage_slices=2 mesh.schedule=combined_1f1b -> combined_1f1b, and `mesh.stag
 mesh.stage_slices=2 mesh.stage_keeps=input -> is input, and `mesh.stage_slices` is 2
 mesh.stage_slices=2 model.stage_chunks=2 -> is 2, and `mesh.stage_slices` is 2
 mesh.stage_slices=2 moe.router.balance_over=sequence -> sequence, and `mesh.stage_slices` is 2
+memory.experts=host -> `mesh.stage` is 2, and stages gather ... memory.experts=device
+memory.residuals=host mesh.stage_keeps=input -> is host, and `mesh.stage_keeps` is input
 mesh.stage_slices=2 model.predict_ahead=1 -> `model.predict_ahead` is 1, and `mesh.stage_slices`
 model.width=130 mesh.fsdp=4 -> `model.width` = 130 ... 2 x 4 x 1 = 8
 """

@@ -40,7 +40,11 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(host, "PIECE", 64)
 
 
-@pytest.mark.parametrize("name", CASES)
+def slow_but(name, cases):
+    return [case if case == name else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("name", slow_but("all axes", CASES))
 def test_moments_on_the_host_change_no_bit(name):
     cfg = CASES[name]
     host_cfg = with_host(cfg, optimizer="host")
@@ -71,7 +75,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", slow_but("recomputed", EXPERTS))
 def test_experts_on_the_host_change_rounding_at_most(name):
     """Their gradient's norm is added up layer by layer."""
     cfg = EXPERTS[name]
@@ -111,7 +115,7 @@ RESIDUALS = {
 }
 
 
-@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.parametrize("name", slow_but("combined", RESIDUALS))
 def test_residuals_on_the_host_change_no_bit(name):
     cfg = RESIDUALS[name]
     step, state, metrics = run(with_host(cfg, residuals="host"))
