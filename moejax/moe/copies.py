@@ -33,7 +33,6 @@ from moejax.moe.router import count_load
 
 SHARES = 256  # a copy takes a number of 256 tokens
 CANDIDATES = 32  # target loads that are tried for a ring
-LEAST = 10  # a slot is used if it takes one of so many parts of the mean off the fullest device
 STRIDE = 157  # odd, about 0.61 of 256: neighbouring tokens take shares far apart
 
 Way = tuple[Axes, int]  # along which mesh axes, and how many devices on
@@ -119,9 +118,6 @@ def plan_copies(
         quota_P = wanted_P * SHARES // xp.maximum(1, whole_P)
         sent_P = whole_P * quota_P // SHARES
         before_P = np.roll(ring_RM, 1, axis=1).reshape(-1)[back_P]
-        gain = xp.max(total_P) - xp.max(total_P - sent_P + sent_P[before_P])
-        is_used = gain > xp.sum(total_P, dtype=xp.int32) // (P * LEAST)
-        quota_P, sent_P = (xp.where(is_used, x, 0) for x in (quota_P, sent_P))
         total_P = total_P - sent_P + sent_P[before_P]
         rest_Pe = rest_Pe - xp.where(is_hot_Pe, sent_P[:, None], 0)
         plan.append((hot_P, quota_P))
@@ -170,8 +166,7 @@ def copy_hot(
 ) -> tuple[Copies, ExpertWeights]:
     """Plans copies for a load. Returns the plan, and the weights of all places of this device.
 
-    Wire: a permutation of one expert's weights for each slot, and with `now` none for a slot that
-    the plan leaves unused.
+    Wire: a permutation of one expert's weights for each slot.
 
     Args:
       weights: of this device's experts, gathered.
@@ -179,23 +174,8 @@ def copy_hot(
     plan = plan_copies(scaled(load_E), rings(layout, moe.slots))
     copies = Copies(*(checkpoint_name(x, PLACES) for x in plan))
     here_r = copies.expert_Pr[wire.index(layout.expert_owner_axes)]
-    is_used_r = _used(copies, moe, layout)
     ways = tuple(offsets(layout, moe.slots))
-    return copies, jax.tree.map(lambda x_e: _with_copies(x_e, here_r, is_used_r, ways), weights)
-
-
-def _used(copies: Copies, moe: MoEConfig, layout: Layout) -> jax.Array | None:
-    """Returns which slots any device needs, the same on all: one permutation has them all.
-
-    None for all slots: with `last`, as nothing inside a branch would travel beside attention; with
-    stages, which are at different layers. Wire: r integers over axes that share no choices.
-    """
-    if moe.slots_from == "last" or layout.stacked:
-        return None
-    shared = layout.expert + layout.tensor  # `load_of`
-    others = tuple(axis for axis in layout.mesh_axes if axis not in shared)
-    used_r = jnp.any(copies.quota_Pr > 0, axis=0).astype(jnp.int32)
-    return checkpoint_name(wire.all_max(used_r, others) > 0, PLACES)
+    return copies, jax.tree.map(lambda x_e: _with_copies(x_e, here_r, ways), weights)
 
 
 def shared_anew(copies: Copies, load_E: Int[Array, " E"], moe: MoEConfig, layout: Layout) -> Copies:
@@ -301,47 +281,28 @@ def place_of(
     return jnp.where(is_dropped_NK, places, place_NK)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _with_copies(
-    x_e: jax.Array, here_r: jax.Array, is_used_r: jax.Array | None, ways: tuple[Way, ...]
-) -> jax.Array:
-    """Appends to this device's arrays those that others send it; gradients go back to them.
-
-    Args:
-      is_used_r: whether a slot's arrays are needed, the same on all devices; None: all.
-    """
-    sent = [_passed(x_e[here_r[j]], j, is_used_r, way) for j, way in enumerate(ways)]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _with_copies(x_e: jax.Array, here_r: jax.Array, ways: tuple[Way, ...]) -> jax.Array:
+    """Appends to this device's arrays those that others send it; gradients go back to them."""
+    sent = [_passed(x_e[here_r[j]], along, step) for j, (along, step) in enumerate(ways)]
     # Where remat keeps weights it keeps these alone, and puts them beside the others again.
     return jnp.concatenate([x_e, checkpoint_name(jnp.stack(sent), wire.WEIGHT_WIRE)])
 
 
-def _passed(
-    x: jax.Array, slot: int, is_used_r: jax.Array | None, way: Way, *, back: bool = False
-) -> jax.Array:
-    """Sends x along a slot's way, or back; for an unused slot returns zeros."""
-    along, step = way
+def _passed(x: jax.Array, along: Axes, step: int) -> jax.Array:
     n = wire.size(along)
-    pairs = [(device, (device + (-step if back else step)) % n) for device in range(n)]
-
-    def send(x: jax.Array) -> jax.Array:
-        return wire.ppermute(x, along, pairs)
-
-    if is_used_r is None:
-        return send(x)
-    # Prices read the branch for False.
-    return jax.lax.cond(~is_used_r[slot], jnp.zeros_like, send, x)
+    return wire.ppermute(x, along, [(device, (device + step) % n) for device in range(n)])
 
 
-def _with_copies_forward(x_e, here_r, is_used_r, ways):  # type: ignore[no-untyped-def]
-    return _with_copies(x_e, here_r, is_used_r, ways), (here_r, is_used_r)
+def _with_copies_forward(x_e, here_r, ways):  # type: ignore[no-untyped-def]
+    return _with_copies(x_e, here_r, ways), here_r
 
 
-def _with_copies_backward(ways, saved, dy):  # type: ignore[no-untyped-def]
-    here_r, is_used_r = saved
+def _with_copies_backward(ways, here_r, dy):  # type: ignore[no-untyped-def]
     dx_e, copied_r = jnp.split(dy, [len(dy) - len(ways)])
-    for j, way in enumerate(ways):
-        dx_e = dx_e.at[here_r[j]].add(_passed(copied_r[j], j, is_used_r, way, back=True))
-    return dx_e, None, None
+    for j, (along, step) in enumerate(ways):
+        dx_e = dx_e.at[here_r[j]].add(_passed(copied_r[j], along, -step))
+    return dx_e, None
 
 
 _with_copies.defvjp(_with_copies_forward, _with_copies_backward)

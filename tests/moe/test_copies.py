@@ -78,18 +78,6 @@ def test_a_device_passes_its_own_on_to_make_room():
     assert total_P.max() <= 360
 
 
-def test_a_slot_that_gains_less_than_a_tenth_of_the_mean_is_left_unused():
-    """Mean 100. The fullest has 104, then 160: it sends 59 of the 110 of its hot expert on.
-
-    The others pass on what they then have above 101, of 60 + 59, 90 + 18 and 90 + 7.
-    """
-    rings_r = rings(line(4), 1)
-    even = np.array([52, 52, 50, 50, 49, 49, 49, 49], np.int32)
-    assert (plan_copies(even, rings_r, np).quota_Pr == 0).all()
-    hot = np.array([110, 50, 30, 30, 45, 45, 45, 45], np.int32)
-    assert plan_copies(hot, rings_r, np).quota_Pr[0, 0] == 59 * SHARES // 110
-
-
 @given(st.data())
 @hypothesis.settings(max_examples=30, deadline=None)
 def test_a_plan_never_makes_the_fullest_fuller_and_both_libraries_plan_the_same(data):
