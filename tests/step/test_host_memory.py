@@ -8,14 +8,30 @@ import pytest
 
 from moejax.comm import host
 from moejax.comm.host import MEMORY_KIND
-from moejax.config.schema import MemoryConfig
+from moejax.config.schema import LoraConfig, MemoryConfig
 from moejax.layout.layout import is_product
-from tests.cases import CERTAIN, place, random_batch, small_config, step_for
+from tests.cases import CERTAIN, on_nodes, place, random_batch, small_config, step_for
 
+
+def staged(schedule, chunks=1, slices=1, micro_batches=4):
+    model = {"num_layers": 4, "stage_chunks": chunks, "remat": "attention"}
+    cfg = small_config(
+        (1, 1, 2, 2), moe=CERTAIN, model=model, train={"micro_batches": micro_batches}
+    )
+    mesh = dataclasses.replace(cfg.mesh, stage=2, schedule=schedule, stage_slices=slices)
+    return dataclasses.replace(cfg, mesh=mesh)
+
+
+ADAPTED = dataclasses.replace(
+    small_config((1, 1, 2, 2), moe=CERTAIN), lora=LoraConfig(rank=2, targets=("moe.w_*", "*.w_q"))
+)
 CASES = {
     "one device": small_config(),
     "all axes": small_config((1, 2, 2, 2), model={"num_layers": 2}),
     "muon": small_config((1, 2, 2, 2), model={"num_layers": 2}, optimizer={"name": "muon"}),
+    "codecs": on_nodes(),
+    "adapters": ADAPTED,
+    "stages": staged("1f1b"),
 }
 
 
@@ -40,11 +56,16 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(host, "PIECE", 64)
 
 
-def slow_but(name, cases):
-    return [case if case == name else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+def test_all_that_may_be_there_is_on_the_host():
+    cfg = small_config((1, 1, 2, 2), moe=CERTAIN, model={"num_layers": 2, "remat": "attention"})
+    everything = dict.fromkeys(("optimizer", "experts", "residuals"), "host")
+    _, state, metrics = run(with_host(cfg, **everything))
+    _, wanted, wanted_metrics = run(cfg)
+    jax.tree.map(close, (metrics, state), (wanted_metrics, wanted))
 
 
-@pytest.mark.parametrize("name", slow_but("all axes", CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_moments_on_the_host_change_no_bit(name):
     cfg = CASES[name]
     host_cfg = with_host(cfg, optimizer="host")
@@ -64,6 +85,8 @@ def test_moments_on_the_host_change_no_bit(name):
 
 
 EXPERTS = {
+    "codecs": on_nodes(),
+    "adapters": ADAPTED,
     "one device": small_config(moe=CERTAIN, model={"num_layers": 2}),
     "all axes": small_config((1, 2, 2, 2), moe=CERTAIN, model={"num_layers": 2}),
     "recomputed": small_config(
@@ -75,7 +98,22 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but("recomputed", EXPERTS))
+@pytest.mark.slow
+def test_moments_on_the_host_stay_where_a_step_is_not_finite():
+    cfg = with_host(small_config((1, 1, 2, 2), moe=CERTAIN), optimizer="host")
+    step = step_for(cfg)
+    state, batch = step.init(), place(step, random_batch(cfg))
+    state, _ = step.step(state, batch)
+    before = jax.tree.map(np.array, state.optimizer)
+    table = state.params["embedding"]["table"]
+    state.params["embedding"]["table"] = jax.device_put(table * np.nan, table.sharding)
+    state, metrics = step.step(state, batch)
+    assert int(metrics.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, state.optimizer, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
 def test_experts_on_the_host_change_rounding_at_most(name):
     """Their gradient's norm is added up layer by layer."""
     cfg = EXPERTS[name]
@@ -95,15 +133,6 @@ def with_remat(remat, **mesh):
     return dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **mesh))
 
 
-def staged(schedule, chunks=1, slices=1, micro_batches=4):
-    model = {"num_layers": 4, "stage_chunks": chunks, "remat": "attention"}
-    cfg = small_config(
-        (1, 1, 2, 2), moe=CERTAIN, model=model, train={"micro_batches": micro_batches}
-    )
-    mesh = dataclasses.replace(cfg.mesh, stage=2, schedule=schedule, stage_slices=slices)
-    return dataclasses.replace(cfg, mesh=mesh)
-
-
 RESIDUALS = {
     "remat attention": with_remat("attention"),
     "remat experts": with_remat("experts"),
@@ -115,7 +144,8 @@ RESIDUALS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but("combined", RESIDUALS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESIDUALS)
 def test_residuals_on_the_host_change_no_bit(name):
     cfg = RESIDUALS[name]
     step, state, metrics = run(with_host(cfg, residuals="host"))
