@@ -115,7 +115,7 @@ def _read(path: Path, model_vocab: int, experts: ModelExperts) -> _File:
     """Reads and checks a file."""
     names = ("format", "num_experts", "layer_L", "tokens_N", "prompt_tokens_N", "id_T")
     try:
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+        with open(path, "rb") as opened, np.lib.npyio.NpzFile(opened, allow_pickle=False) as file:
             arrays = {name: np.asarray(file[name]) for name in (*names, "expert_TLK")}
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files.
         raise _damaged(path, one_line(str(error))[:160]) from error

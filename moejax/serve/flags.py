@@ -33,9 +33,9 @@ def add_tokenizer(command: argparse.ArgumentParser) -> None:
 def add_expert_slots(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `Engine(expert_slots=, follow_load=)`."""
     add = command.add_argument
-    slots = "room for R further experts on each device that owns some (default: 0)"
+    slots = "room for R more experts on each of their devices"
     add("--expert-slots", type=int, default=0, metavar="R", help=slots)
-    follow = "move hot experts to these slots while texts are written; texts stay the same"
+    follow = "move hot experts there meanwhile; texts stay the same"
     add("--follow-load", action="store_true", help=follow)
 
 

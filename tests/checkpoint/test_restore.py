@@ -107,7 +107,8 @@ def test_a_checkpoint_crosses_between_memories(directory):
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.shape == moved.shape]
     assert {x.sharding.memory_kind for x in (moved, *moments)} == {MEMORY_KIND}
     writer = Checkpoints(directory, keep=3)
-    writer.save(3, state._replace(step=state.step + 1), read_manifest(directory / "2"))
+    facts = {"config": read_manifest(directory / "2")["config"]}
+    writer.save(3, state._replace(step=state.step + 1), facts)
     writer.close()
     here, more = resumed(directory, MESHES[1])
     assert (int(here.step), notes + more) == (3, [])
