@@ -312,12 +312,12 @@ class MemoryConfig:
 
     optimizer: str = setting(
         "device",
-        "the optimizer's moments of matrices; host: a layer of them at a time is on the device",
+        "the optimizer's moments of matrices; host: a piece of them at a time is on the device",
         choices=("device", "host"),
     )
     experts: str = setting(
         "device",
-        "experts' weights and gradients; host: fetched a layer ahead (no stages, no adapters)",
+        "experts' weights and gradients; host: a layer's come while it attends (no stages)",
         choices=("device", "host"),
     )
     residuals: str = setting(

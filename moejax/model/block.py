@@ -78,7 +78,7 @@ class Block(nnx.Module):
             y_BtD, kept = attend(self.attention, self.attention_norm(x_BtD))
             x_BtD = x_BtD + y_BtD
             if self.moe is not None and fetched:
-                # What is done with them first waits for attention, so that it hides their copies.
+                # Their first use waits for attention, which hides the copies.
                 x_BtD, fetched = jax.lax.optimization_barrier((x_BtD, fetched))
                 moe_weights = self.moe.weights(fetched)
             elif self.barriers and moe_weights is not None:

@@ -99,9 +99,8 @@ def _gather_tagged(shard: Shard, dims: str, spec: StepSpec, dtype: str) -> jax.A
     if shard.weight is None:
         return shard.gathered
     with jax.named_scope("weights"):
-        # Out here, so that gradients return to where the arrays came from.
-        weight, total = jax.tree.map(to_device, (shard.weight, shard.total))
-        shard = replace(shard, weight=weight, total=total)
+        # Out here, so that what a micro-batch adds returns to the host. `MoE.fetch` has the weight.
+        shard = replace(shard, total=jax.tree.map(to_device, shard.total))
         return checkpoint_name(gather_shard(shard, dims, spec, dtype), wire.WEIGHT_WIRE)
 
 

@@ -42,7 +42,7 @@ def stated(settings: Settings) -> dict[str, Any]:
 
 def _stated_of_experts(settings: Settings) -> dict[str, Any]:
     """Returns the values of keys about experts and the blocks that have them."""
-    # Of an expert's width, unless `shared_hidden` says another.
+    # An expert's width, unless `shared_hidden` says another.
     shared = settings["moe.num_shared_experts"]
     keys = {
         "num_experts": settings["moe.num_experts"],

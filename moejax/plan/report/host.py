@@ -8,8 +8,8 @@ from moejax.plan.price.host import crossover, saved_by_attention, saved_by_produ
 from moejax.plan.search.search import SearchResult
 
 KEPT = {
-    "optimizer": ("moments on the host", "of matrices: a layer of them at a time comes and goes"),
-    "experts": ("experts on the host", "their weights come a layer ahead, their gradients go"),
+    "optimizer": ("moments on the host", "of matrices: a piece of them at a time comes and goes"),
+    "experts": ("experts on the host", "weights come while a layer attends, gradients go"),
     "residuals": ("residuals on the host", "what forward keeps for backward goes, and comes back"),
 }
 

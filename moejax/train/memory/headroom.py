@@ -1,6 +1,6 @@
 """The memory of hosts in mid-run: a run that keeps arrays there ends in time, before none is left.
 
-What is pinned cannot be swapped out, so Linux would end the process instead, without a word.
+Pinned memory cannot be swapped out, so Linux would end the process instead, without a word.
 """
 
 import os
@@ -76,7 +76,7 @@ def _written_here(arrays: Sequence[jax.ShapeDtypeStruct]) -> int:
 
 
 class Headroom:
-    """What is left of the memory of a run's hosts.
+    """The memory that a run's hosts have left.
 
     Attributes:
       short: why the run shall end; None while there is enough.

@@ -51,7 +51,7 @@ class ThreeProcesses:
 
 
 def found(monkeypatch, left, others, whole=100 * GIB):
-    """What is decided for a save of this process that takes 4 GiB, of which 3 are of devices."""
+    """The decision for a save of this process that takes 4 GiB, 3 of them of devices."""
     monkeypatch.setattr(headroom, "memory_left", lambda: left)
     monkeypatch.setattr(headroom, "machine_memory", lambda: whole)
     room = Headroom(Needed(4 * GIB, 3 * GIB), ThreeProcesses(others))

@@ -54,7 +54,7 @@ def test_what_a_device_holds_must_fit_its_share(monkeypatch, gradients, held):
 
 
 def test_a_host_must_hold_moments_and_copies_of_the_state_together(monkeypatch):
-    """Of a host with eight devices, which are simulated and so take of the same memory."""
+    """A host has eight devices, which are simulated and so take of the same memory."""
     cfg = change(small_config((1, 2, 2, 2)), {"memory.optimizer": "host"})
     cfg = change(cfg, {"checkpoint.memory_every": 5})
     train_step = step_for(cfg)
