@@ -28,6 +28,7 @@ class Estimated:
     cfg: object
     seconds: float
     peak: SimpleNamespace
+    node_bytes: float = 0.0
 
 
 def look(times, traces=12, cap=120.0):
