@@ -3,6 +3,7 @@
 from tests.size import CORE, FILES, README, core, over, table
 
 
+@pytest.mark.slow
 def test_nothing_is_over_the_budget():
     assert list(over()) == []
 

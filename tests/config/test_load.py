@@ -268,7 +268,7 @@ def configs(draw):
     return from_dict({name: draw(values_of(fields()[name])) for name in sorted(names)})
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(configs())
 def test_what_is_written_is_read_and_its_changes_are_named(tmp_path_factory, cfg):
     assert from_dict(to_dict(cfg)) == cfg

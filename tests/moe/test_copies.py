@@ -79,7 +79,7 @@ def test_a_device_passes_its_own_on_to_make_room():
 
 
 @given(st.data())
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=10, deadline=None)
 def test_a_plan_never_makes_the_fullest_fuller_and_both_libraries_plan_the_same(data):
     devices, nodes = data.draw(st.sampled_from([(2, 1), (4, 1), (4, 2), (8, 2), (6, 3)]))
     offsets = devices // nodes - 1 + nodes - 1
@@ -112,7 +112,7 @@ def test_one_slot_does_about_as_well_as_a_linear_program(zipf):
 
 
 @given(st.data())
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 def test_choices_go_to_places_that_hold_their_expert_in_shares_of_the_plan(data):
     """Four devices of three experts, two slots; 256 tokens all choose each expert in turn."""
     rings_r = rings(line(4), 2)
@@ -199,7 +199,8 @@ def test_loss_and_gradients_are_the_oracles(name, slots, bias):
     check_against_oracle(with_slots(name, slots), bias, path=None)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_plan_gives_the_oracles_loss_and_gradients(seed):
     """Also quotas that add up to more than all, and copies of experts without rows."""
 
@@ -213,6 +214,7 @@ def test_any_plan_gives_the_oracles_loss_and_gradients(seed):
         check_against_oracle(with_slots("expert", 3), HOT, path=None)
 
 
+@pytest.mark.slow
 def test_copies_keep_a_skewed_layer_out_of_rounds():
     cfg = with_slots("expert", 0, experts_per_token=1)
     plain = check_against_oracle(cfg, HOT[:1], path="rounds")

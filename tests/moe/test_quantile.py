@@ -38,11 +38,11 @@ def next_bias(score_NE, bias_E, k, bins=BINS):
     return count_EQ, balanced_bias(count_EQ[None], bias_E[None], k=k)[0]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
-    E=st.sampled_from([3, 8, 64]),
+    E=st.sampled_from([3, 64]),
     k=st.integers(1, 2),
-    N=st.integers(20, 60),
+    N=st.sampled_from([20, 57]),
     spread=st.sampled_from([0.1, 3.0]),
     seed=st.integers(0, 999),
 )

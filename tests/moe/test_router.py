@@ -238,7 +238,7 @@ def test_given_choices_that_the_router_makes_too_count_in_any_order():
     assert router.count_replayed(own_NK, given_NK).tolist() == [3, 6]
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     groups=st.sampled_from([(1, 1), (4, 2), (2, 1), (8, 8), (4, 3)]),
     size=st.integers(2, 6),

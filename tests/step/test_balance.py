@@ -47,7 +47,8 @@ def assert_near(got, wanted, before):
         np.testing.assert_allclose(g, w, atol=BINS_OFF * width)
 
 
-@pytest.mark.parametrize("score", [pytest.param("softmax", marks=pytest.mark.slow), "sigmoid"])
+@pytest.mark.slow
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_one_device_takes_the_quantiles_of_all_micro_batches(monkeypatch, score):
     """Beside sorted scores, which the test takes from the router."""
     seen, route = [], router.route
@@ -139,6 +140,7 @@ def test_quantiles_take_one_collective_a_step_and_leave_gradients_as_they_are():
         np.testing.assert_array_equal(w, f)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_moves_no_quantile():
     cfg = small_config(router=QUANTILES)
     step = step_for(cfg)
@@ -159,7 +161,8 @@ def test_each_block_of_a_pattern_has_the_layers_that_are_its_own():
     assert [part.tolist() for part in found] == [[0, 2, 4], [1, 3, 5], [6]]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), pytest.param((1, 2, 2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 2, 2, 2)])
 def test_biases_of_blocks_that_take_turns_move_by_their_own_loads(mesh):
     model = {"num_layers": 4, "sliding_window": 3, "full_attention_every": 2}
     cfg = small_config(mesh, model=model, router={"bias_update_rate": 0.5})

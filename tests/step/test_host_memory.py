@@ -56,6 +56,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(host, "PIECE", 64)
 
 
+@pytest.mark.slow
 def test_all_that_may_be_there_is_on_the_host():
     cfg = small_config((1, 1, 2, 2), moe=CERTAIN, model={"num_layers": 2, "remat": "attention"})
     everything = dict.fromkeys(("optimizer", "experts", "residuals"), "host")

@@ -79,8 +79,8 @@ CASES = {
         *((1, 1, 2, 1), 2, 2), layers=2, axis={"context": 2, "context_stripe": 4}
     ),
 }
-# The cheapest of what other cases hold too.
-OFTEN = ("one device", "all axes, micro-batches")
+# It holds most of what the others do.
+OFTEN = ("all axes, micro-batches",)
 
 
 def cases(often):
@@ -192,6 +192,7 @@ def test_experts_that_get_all_tokens_get_them_in_rounds():
     assert np.count_nonzero(parts.load_LE) == 2
 
 
+@pytest.mark.slow
 def test_choices_above_the_capacity_are_dropped_and_counted():
     cfg = small_config(moe={"capacity_factor": 1.0})
     train_step, tokens = step_for(cfg), 8 * 16

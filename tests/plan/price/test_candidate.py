@@ -19,8 +19,7 @@ def config(route: str) -> Config:
 @pytest.mark.parametrize(
     "shared",
     [
-        {},
-        pytest.param({"context": 4}, marks=pytest.mark.slow),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"context": 4})),
         {"context": 4, "context_exchange": "ring"},
     ],
 )

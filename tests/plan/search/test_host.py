@@ -53,6 +53,7 @@ def sizes():
     return [priced(small(), there(), **{OPTIMIZER: kind}) for kind in ("device", "host")]
 
 
+@pytest.mark.slow
 def test_moments_move_from_one_memory_to_the_other(sizes):
     device, host = sizes
     assert (device.host_bytes, device.node_bytes) == (0, 0)
@@ -71,6 +72,7 @@ def between(sizes):
     return int(sum(plan.peak.bytes for plan in sizes) / 2 / 0.95)
 
 
+@pytest.mark.slow
 def test_moments_go_to_the_host_only_where_nothing_else_fits(sizes):
     assert [p.cfg.memory.optimizer for p in found_for(small(), there(), OPTIMIZER).ranked] == [
         "device"

@@ -157,6 +157,7 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(
     assert_same_gradients(config(mesh, stages, stages * times, layers=stages * chunks, **options))
 
 
+@pytest.mark.slow
 def test_gradients_of_interleaved_stages_that_save_inputs_after_leading_layers():
     """The cheapest case with virtual stages, saved inputs, and gradients of leading layers."""
     model = {"moe_every": None, "stage_chunks": 2, "layers_before_stages": 1}
