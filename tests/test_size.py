@@ -1,5 +1,7 @@
 """Nothing of the package is over its budget, nor is the first page."""
 
+import pytest
+
 from tests.size import CORE, FILES, README, core, over, table
 
 
