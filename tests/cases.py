@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -56,6 +56,11 @@ def part_of(first: Sequence, second: Sequence, parts: int = 2) -> list:
         marks = pytest.mark.exhaustive if (row + column) % parts else ()
         pairs.append(pytest.param(*both, marks=marks))
     return pairs
+
+
+def some_of(cases: Iterable, *kept: Any) -> list:
+    """Cases of a grid for `parametrize`: those that are not kept are exhaustive."""
+    return [c if c in kept else pytest.param(c, marks=pytest.mark.exhaustive) for c in cases]
 
 
 def few(examples: int) -> hypothesis.settings:

@@ -171,7 +171,10 @@ def test_the_loss_is_that_of_the_dense_model(dense, model, settings):
 @pytest.mark.parametrize(
     "mesh", [{}, {"mesh.expert": 2, "mesh.tensor": 2, "mesh.fsdp": 2}], ids=["one", "mesh"]
 )
-@pytest.mark.parametrize("settings", [{}, FINE], ids=["copies", "shards"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, id="copies", marks=pytest.mark.exhaustive), pytest.param(FINE, id="shards")],
+)
 def test_a_run_begins_with_the_loss_and_the_logits_of_the_dense_model(dense, settings, mesh):
     before, params = dense()
     batch = random_batch(before)

@@ -26,7 +26,16 @@ from moejax.moe.copies import (
     scaled,
 )
 from moejax.moe.sizes import usual_sizes
-from tests.cases import one_device_state, place, random_batch, skew, small_config, spread, step_for
+from tests.cases import (
+    one_device_state,
+    place,
+    random_batch,
+    skew,
+    small_config,
+    some_of,
+    spread,
+    step_for,
+)
 from tests.step.against_oracle import check_against_oracle
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
@@ -194,13 +203,13 @@ def with_slots(name, slots, **moe):
         ),
     ],
 )
-@pytest.mark.parametrize("bias", [pytest.param((), marks=pytest.mark.slow), HOT])
+@pytest.mark.parametrize("bias", [pytest.param((), marks=pytest.mark.exhaustive), HOT])
 def test_loss_and_gradients_are_the_oracles(name, slots, bias):
     check_against_oracle(with_slots(name, slots), bias, path=None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", some_of(range(3), 0))
 def test_any_plan_gives_the_oracles_loss_and_gradients(seed):
     """Also quotas that add up to more than all, and copies of experts without rows."""
 

@@ -12,7 +12,7 @@ from moejax.config.schema import LoraConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from moejax.train import loop
-from tests.cases import CERTAIN, small_config, step_for
+from tests.cases import CERTAIN, small_config, some_of, step_for
 from tests.serve.models import random_state
 from tests.train import small_runs
 
@@ -76,7 +76,7 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("name", some_of(AXES, "all axes", "stages and copies", "context"))
 def test_logits_of_a_living_run_are_those_of_its_forward_pass(name, tmp_path):
     shape, axes, more = AXES[name]
     cfg = small_config(shape, model=LAYERS, moe=CERTAIN, train=more.get("train"))

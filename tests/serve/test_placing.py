@@ -18,7 +18,7 @@ from moejax.serve import placing
 from moejax.serve.placing import ROOM, PlacedModel, place_weights, without_stages
 from moejax.serve.programs import build_programs, no_tokens
 from moejax.step.adapters import full_name
-from tests.cases import CERTAIN, small_config, step_for
+from tests.cases import CERTAIN, small_config, some_of, step_for
 from tests.serve.test_live import CLOSE, live_run, logits_of
 
 
@@ -148,7 +148,7 @@ def test_a_call_gathers_no_weights_that_devices_hold(name):
     assert "all_to_all" in kinds
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some_of(LAYOUTS, "whole experts, copies over fsdp"))
 def test_logits_do_not_depend_on_where_weights_lie(name, monkeypatch, tmp_path):
     layouts, given = placing._layouts, []
 

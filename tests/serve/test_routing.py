@@ -13,7 +13,7 @@ from moejax.serve.samples import check_routing_file, draw_samples, write_routing
 from moejax.serve.sampling import Sampling
 from moejax.step.state import Batch as Sequences
 from tests import oracle
-from tests.cases import CERTAIN, small_config
+from tests.cases import CERTAIN, small_config, some_of
 from tests.serve.models import on_mesh, programs_for, random_state
 
 # The first layer is dense: experts of layers 1 and 2 are recorded.
@@ -65,7 +65,7 @@ def _chosen(ids):
     return np.stack([np.argsort(-weight_TE)[:, :2] for weight_TE in weights], axis=1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_of(CASES, "all axes", "context"))
 def test_experts_are_those_that_a_plain_router_chooses(name):
     cfg = config(name)
     state, programs = random_state(cfg), programs_for(cfg, 8, LONGEST)

@@ -19,6 +19,7 @@ from tests.cases import (
     place,
     random_batch,
     small_config,
+    some_of,
     spread,
     step_for,
 )
@@ -79,12 +80,7 @@ CASES = {
         *((1, 1, 2, 1), 2, 2), layers=2, axis={"context": 2, "context_stripe": 4}
     ),
 }
-# It holds most of what the others do.
-OFTEN = ("all axes, micro-batches",)
-
-
-def cases(often):
-    return [n if n in often else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+SLOW = ("stages, slices", "shared sequences, jitter", "replicated, predicts ahead")
 
 
 def drawn(cfg, seed=0, free=1 / 3):
@@ -133,7 +129,10 @@ def check(cfg, batch, path="certain"):
 
 
 @unchecked
-@pytest.mark.parametrize("name", cases(OFTEN))
+@pytest.mark.parametrize(
+    "name",
+    ["all axes, micro-batches", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)],
+)
 def test_tokens_go_to_recorded_experts_and_others_choose(name):
     cfg = CASES[name]
     batch = drawn(cfg)
@@ -163,7 +162,8 @@ def own_choices(cfg, batch):
 
 
 @unchecked
-@pytest.mark.parametrize("name", cases([]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", some_of(CASES, *SLOW))
 def test_a_models_own_choices_change_nothing(name):
     cfg = CASES[name]
     train_step, batch = step_for(cfg), random_batch(cfg)

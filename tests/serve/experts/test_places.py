@@ -19,7 +19,7 @@ from moejax.serve.experts.places import Places
 from moejax.serve.experts.tables import PLANS, Cluster, Table, device_loads
 from moejax.serve.programs import build_programs, no_tokens
 from moejax.serve.samples import draw_samples
-from tests.cases import CERTAIN, skew, small_config, step_for
+from tests.cases import CERTAIN, skew, small_config, some_of, step_for
 from tests.serve.models import on_mesh, random_state
 from tests.serve.test_live import Compilations, live_run
 
@@ -100,7 +100,7 @@ def adverse(E, cluster):
     return Table(expert_PM.reshape(-1), share_PM.reshape(-1))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_of(CASES, "all axes, adapters", "whole, in two levels"))
 def test_any_table_gives_the_same_logits_and_texts_and_compiles_nothing(name):
     cfg, slots = config(name)
     state, draw, E = random_state(cfg), np.random.default_rng(0), 8
@@ -167,7 +167,7 @@ def test_overflow_is_counted_and_a_table_for_the_load_prevents_it():
     assert (places.overflowed, places.rounds) == (2 * 4 * (128 - 40), 2 * 9), "no more of them"
 
 
-@pytest.mark.parametrize("name", ["all axes, adapters", "whole, in two levels"])
+@pytest.mark.parametrize("name", some_of(CASES, "all axes, adapters"))
 def test_texts_do_not_depend_on_when_and_where_experts_move(name):
     """More texts than slots, so that some begin while others are under way; 8 devices."""
     cfg, slots = config(name, **CERTAIN)
