@@ -135,7 +135,7 @@ def test_adapters_stay_beside_their_weights(mesh, model, targets):
     check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=targets)))
 
 
-@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("adapted", some_of([False, True], True))
 @pytest.mark.usefixtures("short_pieces")
 def test_experts_come_from_the_host_layer_by_layer(adapted):
     """The forward pass beside it has them there too, stacked."""
