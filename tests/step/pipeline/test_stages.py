@@ -248,7 +248,7 @@ ADAPTED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "targets", "model", "axis"), ADAPTED)
 def test_gradients_of_adapters_are_those_of_one_device(mesh, targets, model, axis):
     lora = {"rank": 4, "alpha": 6.0, "targets": targets}
