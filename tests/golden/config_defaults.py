@@ -25,7 +25,7 @@ from tests.hf.config_keys import GOLDEN, of_positions, released, without  # noqa
 from tests.hf.golden import FAMILIES, cases_of  # noqa: E402
 
 TOKENS = 4
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def resolved(config: dict[str, Any], *, run: bool) -> dict[str, Any]:

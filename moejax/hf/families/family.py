@@ -153,6 +153,8 @@ class Family:
       missing: values of missing keys whose part has no default.
       null: values of nulls by key; any other null of a key with a meaning is refused.
       ahead: key with the number of layers after the last that predict further tokens; "": none.
+      ahead_tensors: pattern of the names of their tensors, where these are not of a layer; "": they
+        are. Such layers are left out.
     """
 
     name: str
@@ -166,6 +168,7 @@ class Family:
     missing: Mapping[str, Any] = field(default_factory=dict)
     null: Mapping[str, Any] = field(default_factory=dict)
     ahead: str = ""
+    ahead_tensors: str = ""
 
     @property
     def all_parts(self) -> tuple[Part, ...]:

@@ -137,7 +137,8 @@ class Rope:
         if not self.partial:
             if width is not None and not self.latent:
                 raise InputError(f"`model.rope_width` is {width}, but here all channels rotate")
-            return keys
+            key = "partial_rotary_factor"
+            return {**keys, key: 1.0} if key in base else keys
         head = settings["model.head_width"]
         rotated = head if width is None else width
         if self.partial == "rotary_dim":

@@ -1,9 +1,9 @@
 """The families: keys of `config.json` besides the common ones, and rules of tensors.
 
-Read Mixtral first. Dense families come last. Sources: Jiang et al. 2024 (Mixtral), Muennighoff et
-al. 2024 (OLMoE), Qwen team 2024 and 2025, DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3
-models), OpenAI 2025 (gpt-oss), Zhipu AI 2025 (GLM-4.5), MiniMax 2025, Llama team 2024 (Llama 3),
-Jiang et al. 2023 (Mistral).
+Read Mixtral first. Families with latent attention are in `latent`, those without experts in
+`dense`. Sources: Jiang et al. 2024 (Mixtral), Muennighoff et al. 2024 (OLMoE), Qwen team 2024 and
+2025, OpenAI 2025 (gpt-oss), Zhipu AI 2025 (GLM-4.5), MiniMax 2025, Upstage 2026 (Solar Open),
+rednote-hilab 2025 (dots.llm1), Tencent 2026 (Hy3), Baidu 2025 (ERNIE 4.5).
 """
 
 from moejax.hf.families.attention import (
@@ -11,10 +11,17 @@ from moejax.hf.families.attention import (
     BothBiases,
     HeadNorm,
     HeadWidth,
-    LatentHeads,
     SoftmaxAttention,
 )
-from moejax.hf.families.blocks import FIRST_DENSE, LayerTypes, OneWindow, SparseStep
+from moejax.hf.families.blocks import (
+    FIRST_DENSE,
+    LayerRange,
+    LayerTypes,
+    MlpTypes,
+    OneWindow,
+    SparseStep,
+)
+from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.experts import (
     CHOICES,
     PAPER,
@@ -26,16 +33,17 @@ from moejax.hf.families.experts import (
     SharedExpert,
 )
 from moejax.hf.families.family import Family
+from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from moejax.hf.families.parts import Always, Same
 from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
-    AHEAD,
+    BIASED,
     DENSE,
     EXPERTS,
     FUSED,
     GROUPED,
-    LATENT,
     NORMS,
+    PAIRED,
     ROOT,
     SHARED,
     experts,
@@ -46,16 +54,6 @@ from moejax.hf.families.tensors import (
 )
 from moejax.hf.rules import Rule
 
-# Tensors of a model whose router has a selection bias (DeepSeek-V3, GLM), without attention.
-BIASED = (
-    *ROOT,
-    *NORMS,
-    *DENSE,
-    *SHARED,
-    *router("mlp."),
-    *selection_bias("mlp.gate.e_score_correction_bias"),
-    *AHEAD,
-)
 SPARSE_EXPERTS = (
     experts("block_sparse_moe.", gate="w1", up="w3", down="w2"),
     fused_experts("block_sparse_moe."),
@@ -154,73 +152,6 @@ QWEN3_MOE = Family(
     null={"mlp_only_layers": None, "sliding_window": None, **POSITIONS},
     rules=(*ROOT, *NORMS, *GROUPED, *DENSE, *router("mlp.")),
     experts=(EXPERTS, FUSED),
-)
-
-MLA = (
-    CHOICES,
-    LatentHeads(),
-    SHARED_EXPERTS,
-    DenseHidden(),
-    Rope(latent=True),
-    Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
-    Same("moe_intermediate_size", "moe.expert_hidden"),
-    Always("attention_bias", False),
-    Always("moe_layer_freq", 1),
-)
-
-# Heads that follow from others, and queries that are projected directly.
-NULLS = dict.fromkeys(("head_dim", "num_key_value_heads", "q_lora_rank", "qk_head_dim"), None)
-NULLS |= POSITIONS
-
-DEEPSEEK_V2 = Family(
-    name="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
-    parts=(
-        *MLA,
-        FIRST_DENSE,
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
-        Groups(switch=True),
-        SequenceBalance(default=0.001),
-        # DeepSeek's code does not scale weights that it normalises, transformers ignores the key.
-        Always("norm_topk_prob", False, others=(None,)),
-        Always("scoring_func", "softmax"),
-        Always("mlp_bias", False),
-    ),
-    implied={"model.moe_every": 1, "moe.router.renormalize": False},
-    missing={"q_lora_rank": 1536, "first_k_dense_replace": 0},
-    null={**NULLS, "n_group": None, "topk_group": None},
-    rules=(*ROOT, *NORMS, *LATENT, *DENSE, *SHARED, *router("mlp.")),
-    experts=(EXPERTS, FUSED),
-)
-
-DEEPSEEK_V3 = Family(
-    name="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    model_types=("kimi_k2",),
-    parts=(
-        *MLA,
-        FIRST_DENSE,
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=2.5),
-        Groups(),
-        SequenceBalance(default=PAPER),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Always("topk_method", "noaux_tc"),
-        Always("scoring_func", "sigmoid"),
-        Always("rope_interleave", True),
-    ),
-    implied={"model.moe_every": 1, "moe.router.score": "sigmoid"},
-    unused=("num_mtp_layers",),
-    missing={
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "topk_group": 4,
-    },
-    null={**NULLS, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
-    rules=(*BIASED, *LATENT),
-    experts=(EXPERTS, FUSED),
-    ahead="num_nextn_predict_layers",
 )
 
 GPT_OSS = Family(
@@ -347,67 +278,189 @@ MINIMAX_M2 = Family(
     experts=SPARSE_EXPERTS,
 )
 
-# What a model without experts has.
-PLAIN = {"model.moe_every": None}
-PLAIN_RULES = (*ROOT, *NORMS, *GROUPED, *DENSE)
-LAST_WINDOWS = LayerTypes(switch="use_sliding_window", turns=False)
-
-LLAMA = Family(
-    name="llama",
-    architecture="LlamaForCausalLM",
+SOLAR_OPEN = Family(
+    name="solar_open",
+    architecture="SolarOpenForCausalLM",
     parts=(
+        CHOICES,
         KEY_VALUE_HEADS,
-        HeadWidth(multiple=True),
-        Rope(),
-        DenseHidden(),
-        BothBiases(),
-        Always("mlp_bias", False),
+        HeadWidth(),
+        Rope(theta=1e6),
+        SHARED_EXPERTS,
+        Groups(),
+        SequenceBalance(default=PAPER),
+        Same("attention_bias", "model.attention_bias", default=False),
+        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        # Keys of GLM-4.5, whose code it was; all blocks have experts.
+        Always("first_k_dense_replace", 0),
+        Always("use_qk_norm", False, written=False),
     ),
-    implied=PLAIN,
-    null={"head_dim": None, "num_key_value_heads": None, **POSITIONS},
-    rules=PLAIN_RULES,
+    implied={"model.moe_every": 1, "moe.router.score": "sigmoid"},
+    unused=("intermediate_size",),
+    missing={
+        "first_k_dense_replace": 0,
+        "head_dim": 128,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 8,
+        "topk_group": 1,
+    },
+    null=POSITIONS,
+    rules=(
+        *ROOT,
+        *NORMS,
+        *SHARED,
+        *router("mlp."),
+        *selection_bias("mlp.gate.e_score_correction_bias"),
+        *GROUPED,
+    ),
+    experts=(EXPERTS, FUSED),
 )
 
-MISTRAL = Family(
-    name="mistral",
-    architecture="MistralForCausalLM",
-    parts=(KEY_VALUE_HEADS, HeadWidth(), Rope(), DenseHidden(), OneWindow()),
-    implied=PLAIN,
-    missing={"num_key_value_heads": 8, "sliding_window": 4096},
-    null={"head_dim": None, "sliding_window": None, **POSITIONS},
-    rules=PLAIN_RULES,
-)
-
-QWEN2 = Family(
-    name="qwen2",
-    architecture="Qwen2ForCausalLM",
+DOTS1 = Family(
+    name="dots1",
+    architecture="Dots1ForCausalLM",
     parts=(
+        CHOICES,
         KEY_VALUE_HEADS,
         HeadWidth(),
         Rope(),
+        BothBiases(),
+        FIRST_DENSE,
+        LayerTypes(turns=False),
         DenseHidden(),
-        LAST_WINDOWS,
-        Always("use_mrope", False),
+        SHARED_EXPERTS,
+        Groups(),
+        SequenceBalance(default=PAPER),
+        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("norm_topk_prob", "moe.router.renormalize", default=False),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        Always("moe_layer_freq", 1),
+        Always("scoring_func", "sigmoid", others=("noaux_tc",)),
     ),
-    implied={**PLAIN, "model.attention_bias": True},
-    missing={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    null={"layer_types": None, "num_key_value_heads": None, "sliding_window": None, **POSITIONS},
-    rules=PLAIN_RULES,
-)
-
-QWEN3 = Family(
-    name="qwen3",
-    architecture="Qwen3ForCausalLM",
-    parts=(KEY_VALUE_HEADS, HeadWidth(), Rope(), DenseHidden(), LAST_WINDOWS, BothBiases()),
-    implied={**PLAIN, "model.qk_norm": "head"},
+    implied={"model.moe_every": 1, "model.qk_norm": "head", "moe.router.score": "sigmoid"},
     missing={
-        "head_dim": 128,
+        "first_k_dense_replace": 0,
+        "max_window_layers": 62,
+        "n_group": 1,
         "num_key_value_heads": 32,
         "sliding_window": 4096,
-        "max_window_layers": 28,
+        "topk_group": 1,
     },
-    null={"layer_types": None, "num_key_value_heads": None, "sliding_window": None, **POSITIONS},
-    rules=PLAIN_RULES,
+    null={
+        "layer_types": None,
+        "norm_topk_prob": False,
+        "num_key_value_heads": None,
+        "sliding_window": None,
+        **POSITIONS,
+    },
+    rules=(*BIASED, *GROUPED),
+    experts=(EXPERTS, FUSED),
+)
+
+HY_V3 = Family(
+    name="hy_v3",
+    architecture="HYV3ForCausalLM",
+    parts=(
+        CHOICES,
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(theta=11_158_840.0),
+        BothBiases(),
+        MlpTypes(),
+        DenseHidden(),
+        SequenceBalance(default=PAPER),
+        Same("num_shared_experts", "moe.num_shared_experts", positive=True),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+        Same("moe_intermediate_size", "moe.expert_hidden", also=("expert_hidden_dim",)),
+        Same("router_scaling_factor", "moe.router.weight_scale", default=2.826),
+        Always("mlp_bias", False),
+        Always("qk_norm", True),
+        Always("route_norm", True),
+        Always("moe_router_use_sigmoid", True),
+        Always("moe_router_enable_expert_bias", True),
+    ),
+    implied={
+        "model.qk_norm": "head",
+        "moe.router.renormalize": True,
+        "moe.router.score": "sigmoid",
+    },
+    unused=(
+        "enable_attention_fp32_softmax",
+        "enable_lm_head_fp32",
+        "enable_moe_fp32_combine",
+        "eod_token_id",
+        "sep_token_id",
+        "use_grouped_mm",
+    ),
+    missing={
+        "head_dim": 128,
+        "initializer_range": 0.006,
+        "num_key_value_heads": 8,
+        "num_shared_experts": 1,
+    },
+    null={"mlp_layer_types": None, "num_nextn_predict_layers": 0, **POSITIONS},
+    rules=(
+        *ROOT,
+        *NORMS,
+        *GROUPED,
+        *DENSE,
+        *mlp("mlp.shared_mlp.", "moe"),
+        *router("mlp.router."),
+        *selection_bias("mlp.expert_bias"),
+    ),
+    experts=(EXPERTS, FUSED),
+    ahead="num_nextn_predict_layers",
+)
+
+ERNIE4_5_MOE = Family(
+    name="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    parts=(
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(theta=500_000.0),
+        LayerRange(),
+        DenseHidden(),
+        Same("moe_k", "moe.experts_per_token", also=("num_experts_per_tok",)),
+        Same("moe_num_experts", "moe.num_experts", also=("num_experts", "num_local_experts")),
+        Same("moe_num_shared_experts", "moe.num_shared_experts", default=2),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Balance("choices", of="moe_k"),
+        Always("use_bias", False),
+        Always("use_rmsnorm", True, written=False),
+        # No sum of chosen scores is that small: of K of E scores with bias it is far above.
+        Always("moe_norm_min", 1e-12),
+        Always("moe_gate", "topk", written=False),
+        Always("moe_gate_act", "softmax", others=(None,), written=False),
+        Always("moe_use_aux_free", True, written=False),
+    ),
+    implied={"moe.router.renormalize": True},
+    # A capacity is for training alone.
+    unused=("is_quantized", "moe_capacity", "sep_token_id"),
+    missing={
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    null={"head_dim": None, "num_nextn_predict_layers": 0, **POSITIONS},
+    rules=(
+        *ROOT,
+        *NORMS,
+        *PAIRED,
+        *DENSE,
+        *SHARED,
+        *router("mlp."),
+        Rule("moe.bias", "mlp.moe_statics.e_score_correction_bias", "1 E", wide=True),
+    ),
+    experts=(EXPERTS, FUSED),
+    ahead="num_nextn_predict_layers",
+    ahead_tensors=r"model\.mtp_.+",
 )
 
 FAMILIES = (
@@ -420,6 +473,11 @@ FAMILIES = (
     GPT_OSS,
     GLM4_MOE,
     MINIMAX_M2,
+    GLM4_MOE_LITE,
+    SOLAR_OPEN,
+    DOTS1,
+    HY_V3,
+    ERNIE4_5_MOE,
     LLAMA,
     MISTRAL,
     QWEN2,
