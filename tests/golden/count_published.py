@@ -4,8 +4,9 @@ Needs `pip install torch==2.13.0 transformers==5.23.0`, in an environment of its
 Command:  python tests/golden/count_published.py
 
 The models of `tests/hf/published.json` are built on torch's meta device, which holds shapes and no
-numbers. What is counted are parameters that train: selection biases are not counted. transformers has no count of active parameters; here they are what one token uses: all but
-the routed experts that it does not choose.
+numbers. What is counted are parameters that train: selection biases are not counted. transformers
+has no count of active parameters; here they are what one token uses: all but the routed experts
+that it does not choose.
 """
 
 import json
@@ -46,7 +47,9 @@ def active_of(name: str, parameter: torch.nn.Parameter, config: PreTrainedConfig
         return parameter.numel()
     experts = parameter.shape[0]
     assert parameter.numel() % experts == 0, name
-    return parameter.numel() // experts * config.num_experts_per_tok
+    choices = config.num_experts_per_tok  # Hunyuan lists one for each layer
+    chosen = choices[0] if isinstance(choices, list) else choices
+    return parameter.numel() // experts * chosen
 
 
 def count(settings: dict[str, Any]) -> dict[str, int]:

@@ -74,7 +74,8 @@ def record_choices(model: torch.nn.Module) -> list:
     def hook(module, inputs, outputs):
         seen.append((outputs[0].detach(), outputs[2].detach()))
 
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    named = ("topkrouter", "v1gate")
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith(named)]
     assert bool(routers) == hasattr(model.config, "num_experts_per_tok")
     for router in routers:
         router.register_forward_hook(hook)

@@ -66,6 +66,21 @@ def ernie(number: int, chosen: int, hidden: Sequence[int]) -> dict:
     return {**keys, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
 
 
+def hunyuan(number: int, chosen: int | list[int], hidden: int) -> dict:
+    """Experts, under Hunyuan's names."""
+    return {"num_experts": number, "moe_topk": chosen, "intermediate_size": hidden}
+
+
+def factors(embedding: float, residual: float, scores: float, logits: float) -> dict:
+    """Granite's factors; that of logits divides."""
+    return {
+        "embedding_multiplier": embedding,
+        "residual_multiplier": residual,
+        "attention_multiplier": scores,
+        "logits_scaling": logits,
+    }
+
+
 def groups(number: int, chosen: int) -> dict:
     """Groups of experts."""
     return {"n_group": number, "topk_group": chosen}
@@ -348,6 +363,52 @@ CASES: dict[str, dict[str, dict]] = {
             "moe_layer_interval": 2,
         },
         "even": {**EVEN, **sizes(2, 24, head=8), **ernie(24, 6, (16, 8))},
+    },
+    "hunyuan_v1_moe": {
+        "positions by alpha, biases": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **hunyuan(5, 3, 10),
+            "attention_bias": True,
+            **rope({"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}),
+        },
+        "even, choices by layer": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **hunyuan(24, [6, 6], 8),
+        },
+    },
+    "flex_olmo": {
+        "biases": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **experts("num_experts", 5, 3, 10),
+            "attention_bias": True,
+        },
+        "even, normalised": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 48),
+            **experts("num_experts", 24, 6, 8),
+            "norm_topk_prob": True,
+        },
+    },
+    "granitemoe": {
+        "factors, biases": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **experts("num_local_experts", 5, 3, 10),
+            **factors(3.0, 0.4, 0.25, 1.5),
+            "attention_bias": True,
+        },
+        "even, other factors": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 48),
+            **experts("num_local_experts", 24, 6, 8),
+            **factors(5.0, 0.22, 0.5, 0.75),
+        },
     },
     "llama": {
         "llama3 positions, biases": {

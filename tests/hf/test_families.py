@@ -52,6 +52,18 @@ KNOWN = {
         "moe.router.balance_loss": pytest.approx(6 * 0.001),
         "model.first_dense_layers": 1,
     },
+    "Hunyuan-A13B": {
+        "model.qk_norm": "rotated",
+        "model.rope.theta": pytest.approx(10_000 * 1000 ** (128 / 126)),
+        "moe.num_shared_experts": 1,
+    },
+    "FlexOlmo-7x7B-1T": {"model.block_norm": "after", "model.qk_norm": "full"},
+    "Granite-3.0-1B-A400M": {
+        "model.embedding_scale": 12.0,
+        "model.residual_scale": 0.22,
+        "model.score_scale": 1 / 64,
+        "model.logit_divisor": 6.0,
+    },
     "Llama-3.1-8B": {
         "model.moe_every": None,
         "model.mlp_hidden": 14336,
@@ -202,6 +214,14 @@ REFUSED = [
     ("ERNIE-4.5-21B-A3B", {"use_bias": True}, "`use_bias` is True"),
     ("ERNIE-4.5-21B-A3B", {"moe_layer_interval": 0}, "`moe_layer_interval` 0. They must be"),
     ("ERNIE-4.5-21B-A3B", {"moe_layer_start_index": 28}, "leaves none of 28 layers"),
+    ("Hunyuan-A13B", {"moe_topk": [8] * 31 + [4]}, "one number for all 32 layers"),
+    ("Hunyuan-A13B", {"num_shared_expert": 2}, "`num_shared_expert` is 2"),
+    ("Hunyuan-A13B", {"moe_intermediate_size": 1024}, "keys disagree: `intermediate_size` is 3072"),
+    ("Hunyuan-A13B", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "`alpha` of `rope_sc"),
+    ("Hunyuan-A13B", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scale by 'dynamic'"),
+    ("Granite-3.0-1B-A400M", {"attention_dropout": 0.1}, "make it 0.0 in config.json"),
+    ("Granite-3.0-1B-A400M", {"embedding_multiplier": None}, "`embedding_multiplier`"),
+    ("Mixtral-8x7B", {"embedding_multiplier": 12.0}, "`embedding_multiplier` = 12.0 is a key"),
     ("Llama-3.1-8B", {"hidden_size": 4097, "head_dim": 128}, "`hidden_size` is 4097. In this"),
     ("Llama-3.1-8B", {"mlp_bias": True}, "`mlp_bias` is True"),
     ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "dynamic"}}, "positions scale by 'dynamic'"),
@@ -234,6 +254,8 @@ WITHOUT_KEY = [
         {"model.layer_mlps": ("experts", "dense") + ("experts",) * 26},
         "experts are not in each n-th block of a range",
     ),
+    ("Mixtral-8x7B", {"model.residual_scale": 0.5}, "no key for `model.residual_scale` = 0.5"),
+    ("OLMoE-1B-7B", {"model.block_norm": "after"}, "no key for `model.block_norm` = 'after'"),
     ("Mixtral-8x7B", {"moe.num_shared_experts": 1}, "no key for `moe.num_shared_experts` = 1"),
 ]
 

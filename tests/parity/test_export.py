@@ -43,6 +43,9 @@ ROUTES = {
     "dots1": (EIGHT, {"route": "merge"}),
     "hy_v3": (FOUR, {"route": "duplicate"}),
     "ernie4_5_moe": (FOUR, {"route": "split"}),
+    "hunyuan_v1_moe": (FOUR, {"route": "merge"}),
+    "flex_olmo": (EIGHT, {"route": "two_level_merge"}),
+    "granitemoe": (FOUR, {"route": "duplicate"}),
     # Of dense models: `run_config` makes fsdp of the experts' ranks.
     "llama": (FOUR, {}),
     "mistral": (FOUR, {}),

@@ -10,7 +10,7 @@ from moejax.config.pattern import shortest
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.hf.families.experts import has_dense_blocks, shared_width, shortest_shared
-from moejax.hf.families.parts import Always, Part, Same, Settings
+from moejax.hf.families.parts import NOISE, Always, Part, Same, Settings
 from moejax.hf.rules import Rule
 
 
@@ -131,7 +131,7 @@ COMMON: tuple[Part, ...] = (
     Same("tie_word_embeddings", "model.tie_embeddings", default=False),
     Same("initializer_range", "model.init_deviation", default=0.02),
     Always("hidden_act", "silu"),
-    Always("attention_dropout", 0.0),
+    Always("attention_dropout", 0.0, advice=NOISE),
     Always("is_encoder_decoder", False, written=False),
 )
 

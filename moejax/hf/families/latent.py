@@ -42,8 +42,8 @@ MLA = (
 )
 
 # Heads that follow from others, and queries that are projected directly.
-NULLS = dict.fromkeys(("head_dim", "num_key_value_heads", "q_lora_rank", "qk_head_dim"), None)
-NULLS |= POSITIONS
+FOLLOWING = {**dict.fromkeys(("head_dim", "q_lora_rank", "qk_head_dim"), None), **POSITIONS}
+NULLS = {**FOLLOWING, "num_key_value_heads": None}
 
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
@@ -113,7 +113,7 @@ GLM4_MOE_LITE = Family(
     ),
     implied={"moe.router.score": "sigmoid"},
     missing={"n_group": 1, "num_key_value_heads": 20, "q_lora_rank": 768, "topk_group": 1},
-    null={**NULLS, "mlp_layer_types": None, "num_nextn_predict_layers": 0},
+    null={**FOLLOWING, "mlp_layer_types": None, "num_nextn_predict_layers": 0},
     rules=(*BIASED, *LATENT),
     experts=(EXPERTS, FUSED),
     ahead="num_nextn_predict_layers",

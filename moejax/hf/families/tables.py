@@ -3,7 +3,8 @@
 Read Mixtral first. Families with latent attention are in `latent`, those without experts in
 `dense`. Sources: Jiang et al. 2024 (Mixtral), Muennighoff et al. 2024 (OLMoE), Qwen team 2024 and
 2025, OpenAI 2025 (gpt-oss), Zhipu AI 2025 (GLM-4.5), MiniMax 2025, Upstage 2026 (Solar Open),
-rednote-hilab 2025 (dots.llm1), Tencent 2026 (Hy3), Baidu 2025 (ERNIE 4.5).
+rednote-hilab 2025 (dots.llm1), Tencent 2025 (Hunyuan-A13B) and 2026 (Hy3), Baidu 2025 (ERNIE 4.5),
+Shi et al. 2025 (FlexOlmo), IBM 2024 (Granite 3).
 """
 
 from moejax.hf.families.attention import (
@@ -11,6 +12,7 @@ from moejax.hf.families.attention import (
     BothBiases,
     HeadNorm,
     HeadWidth,
+    ScoreScale,
     SoftmaxAttention,
 )
 from moejax.hf.families.blocks import (
@@ -34,8 +36,8 @@ from moejax.hf.families.experts import (
 )
 from moejax.hf.families.family import Family
 from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
-from moejax.hf.families.parts import Always, Same
-from moejax.hf.families.rope import POSITIONS, Rope
+from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
+from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope
 from moejax.hf.families.tensors import (
     BIASED,
     DENSE,
@@ -71,7 +73,7 @@ MIXTRAL = Family(
         OneWindow(),
         Same("intermediate_size", "moe.expert_hidden"),
         Same("num_local_experts", "moe.num_experts", also=("num_experts",)),
-        Always("router_jitter_noise", 0.0),
+        Always("router_jitter_noise", 0.0, advice=NOISE),
         Balance("choices"),
     ),
     implied={"moe.router.renormalize": True, "model.moe_every": 1},
@@ -243,7 +245,7 @@ MINIMAX_M2 = Family(
         Always("qk_norm_type", "per_layer"),
         Always("scoring_func", "sigmoid"),
         Always("use_routing_bias", True),
-        Always("router_jitter_noise", 0.0),
+        Always("router_jitter_noise", 0.0, advice=NOISE),
         Always("sliding_window", None, written=False),
         Always("swa_rope_theta", -1.0, written=False),
         Always("shared_intermediate_size", 0, written=False),
@@ -448,7 +450,7 @@ ERNIE4_5_MOE = Family(
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
     },
-    null={"head_dim": None, "num_nextn_predict_layers": 0, **POSITIONS},
+    null={"num_nextn_predict_layers": 0, **POSITIONS},
     rules=(
         *ROOT,
         *NORMS,
@@ -461,6 +463,102 @@ ERNIE4_5_MOE = Family(
     experts=(EXPERTS, FUSED),
     ahead="num_nextn_predict_layers",
     ahead_tensors=r"model\.mtp_.+",
+)
+
+HUNYUAN_V1_MOE = Family(
+    name="hunyuan_v1_moe",
+    architecture="HunYuanMoEV1ForCausalLM",
+    parts=(
+        KEY_VALUE_HEADS,
+        HeadWidth(named=True),
+        AlphaRope(),
+        BothBiases(),
+        EveryLayer("moe_topk", "moe.experts_per_token", also=("num_experts_per_tok",)),
+        EveryLayer("intermediate_size", "moe.expert_hidden", also=("moe_intermediate_size",)),
+        # A shared expert of an expert's width, whatever the file says.
+        EveryLayer("num_shared_expert", "moe.num_shared_experts", default=1, only=1),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+        Always("use_qk_norm", True),
+        Always("use_mixed_mlp_moe", True, written=False),
+        Always("use_cla", False, written=False),
+        Always("mlp_bias", False, written=False),
+        Always("moe_layer_num_skipped", 0, written=False),
+        Always("norm_type", "rms", written=False),
+    ),
+    implied={"model.moe_every": 1, "model.qk_norm": "rotated", "moe.router.renormalize": True},
+    unused=("attention_head_dim", "cla_share_factor", "eod_token_id", "pad_id", "sep_token_id"),
+    null={"num_key_value_heads": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        *NORMS,
+        *(rule for rule in GROUPED if "norm" not in rule.ours),
+        Rule("attention.q_norm.scale", "self_attn.query_layernorm.weight"),
+        Rule("attention.k_norm.scale", "self_attn.key_layernorm.weight"),
+        Rule("moe.w_router", "mlp.gate.wg.weight", "E D"),
+        *mlp("mlp.shared_mlp.", "moe"),
+    ),
+    experts=(EXPERTS, FUSED),
+)
+
+FLEX_OLMO = Family(
+    name="flex_olmo",
+    architecture="FlexOlmoForCausalLM",
+    parts=(
+        CHOICES,
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(theta=500_000.0),
+        BothBiases(),
+        Same("intermediate_size", "moe.expert_hidden"),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+        Same("norm_topk_prob", "moe.router.renormalize", default=False),
+        Balance("one", default=0.01),
+    ),
+    implied={"model.qk_norm": "full", "model.moe_every": 1, "model.block_norm": "after"},
+    null={"num_key_value_heads": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        Rule("attention_norm.scale", "post_attention_layernorm.weight"),
+        Rule("mlp_norm.scale", "post_feedforward_layernorm.weight"),
+        *GROUPED,
+        *router("mlp."),
+    ),
+    experts=(EXPERTS, FUSED),
+)
+
+GRANITE_MOE = Family(
+    name="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    parts=(
+        CHOICES,
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(),
+        BothBiases(),
+        ScoreScale(),
+        Same("intermediate_size", "moe.expert_hidden"),
+        Same("num_local_experts", "moe.num_experts", also=("num_experts",)),
+        Same("embedding_multiplier", "model.embedding_scale", default=1.0),
+        Same("residual_multiplier", "model.residual_scale", default=1.0),
+        Same("logits_scaling", "model.logit_divisor", default=1.0),
+        Balance("choices"),
+    ),
+    # A softmax over the chosen logits is the softmax over all, renormalised.
+    implied={"moe.router.renormalize": True, "model.moe_every": 1},
+    missing={"num_local_experts": 8, "num_experts_per_tok": 2},
+    null={"num_key_value_heads": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        *NORMS,
+        *GROUPED,
+        Rule("moe.w_router", "block_sparse_moe.router.layer.weight", "E D"),
+    ),
+    experts=(
+        (
+            Rule("moe.w_in", "block_sparse_moe.input_linear.weight", "E UF D"),
+            Rule("moe.w_out", "block_sparse_moe.output_linear.weight", "E D F"),
+        ),
+    ),
 )
 
 FAMILIES = (
@@ -478,6 +576,9 @@ FAMILIES = (
     DOTS1,
     HY_V3,
     ERNIE4_5_MOE,
+    HUNYUAN_V1_MOE,
+    FLEX_OLMO,
+    GRANITE_MOE,
     LLAMA,
     MISTRAL,
     QWEN2,
