@@ -111,3 +111,9 @@ BIASED = (
     *selection_bias("mlp.gate.e_score_correction_bias"),
     *AHEAD,
 )
+
+SPARSE_EXPERTS = (
+    experts("block_sparse_moe.", gate="w1", up="w3", down="w2"),
+    fused_experts("block_sparse_moe."),
+    fused_experts("mlp."),
+)
