@@ -119,7 +119,6 @@ FACTORS: dict[str, dict[str, Changes]] = {
         },
         "norms of heads": {"model.qk_norm": "head"},
         "norms of all heads": {"model.qk_norm": "full"},
-        "norms behind rotary positions": {"model.qk_norm": "rotated", "model.score_scale": 0.2},
         "latent": LATENT,
         "latent of queries, window": LATENT
         | {
@@ -174,15 +173,6 @@ FACTORS: dict[str, dict[str, Changes]] = {
         "two tokens": {"model.predict_ahead": 1, "train.predict_ahead_loss": 0.7},
     },
     "embeddings": {"tied": NONE, "untied": {"model.tie_embeddings": False}},
-    "residuals": {
-        "norms before": NONE,
-        "norms after": {"model.block_norm": "after"},
-        "factors": {
-            "model.embedding_scale": 3.0,
-            "model.residual_scale": 0.4,
-            "model.logit_divisor": 1.7,
-        },
-    },
     "adapters": {
         "all weights": NONE,
         "adapters": {"lora.rank": 4},
