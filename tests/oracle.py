@@ -56,7 +56,7 @@ def oracle_loss(params, router_bias, batch, cfg: Config, noise: Noise | None = N
       noise: of the step, if routers have jitter.
     """
     model = cfg.model
-    x = params["embedding"]["table"][batch.token_BT]
+    x = params["embedding"]["table"][batch.token_BT] * model.embedding_scale
     losses, loads, needed, index = 0.0, [], [], 0
     groups, all_biases = _groups(params, router_bias)
     for number, (group, biases) in enumerate(zip(groups, all_biases, strict=True)):
@@ -72,7 +72,7 @@ def oracle_loss(params, router_bias, batch, cfg: Config, noise: Noise | None = N
                 losses, index = losses + loss, index + 1
                 loads += [] if load is None else [load]
                 needed += [own_needed]
-    x = norm(x, params["norm"]["scale"], model.norm_epsilon)
+    x = norm(x, params["norm"]["scale"], model.norm_epsilon) / model.logit_divisor
     nll = _nll(params, x, batch.target_BT, cfg)
     total, ahead = nll, None
     if model.predict_ahead:
@@ -107,7 +107,8 @@ def _ahead(params, router_bias, h, batch, cfg: Config, noise, experts):
     token = token.at[:, :-1].set(jnp.where(same, token[:, 1:], token[:, :-1]))
     after = jnp.where(same, target[:, 1:], -1)
     target = jnp.full_like(target, -1).at[:, :-1].set(after)
-    e = norm(params["embedding"]["table"][token], w["embedding_norm"]["scale"], epsilon)
+    e = params["embedding"]["table"][token] * cfg.model.embedding_scale
+    e = norm(e, w["embedding_norm"]["scale"], epsilon)
     x = e @ w["w_join"][0] + norm(h, w["hidden_norm"]["scale"], epsilon) @ w["w_join"][1]
     block = jax.tree.map(lambda a: a[0], w["group"]["blocks"][0])
     biases = router_bias.get("predict_ahead", {"group": {"blocks": {0: {}}}})
@@ -115,7 +116,7 @@ def _ahead(params, router_bias, h, batch, cfg: Config, noise, experts):
     own = noise and noise.of(len(params["groups"]), 0, 0)
     index = cfg.model.num_layers - 1
     x, *rest = _block(block, bias, x, batch.segment_BT, index, cfg, own, experts)
-    x = norm(x, w["norm"]["scale"], epsilon)
+    x = norm(x, w["norm"]["scale"], epsilon) / cfg.model.logit_divisor
     return _nll(params, x, target, cfg), *rest
 
 
@@ -140,9 +141,12 @@ def _length(group):
 
 def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
     epsilon = cfg.model.norm_epsilon
-    attended = norm(x, w["attention_norm"]["scale"], epsilon)
-    x = x + attend(w["attention"], attended, segments, index, cfg)
-    h = norm(x, w["mlp_norm"]["scale"], epsilon)
+    after, factor = cfg.model.block_norm == "after", cfg.model.residual_scale
+    scales = w["attention_norm"]["scale"], w["mlp_norm"]["scale"]
+    h = x if after else norm(x, scales[0], epsilon)
+    y = attend(w["attention"], h, segments, index, cfg)
+    x = x + factor * (norm(y, scales[0], epsilon) if after else y)
+    h, added = x if after else norm(x, scales[1], epsilon), 0.0
     loss, load, needed = 0.0, None, None
     if "moe" in w:
         B, T, D = h.shape
@@ -155,7 +159,7 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
         seen = h if noise is None else h * noise.factors(h.shape, moe.router.jitter)
         options["router_x_ND"] = seen.reshape(-1, D)
         y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, **options)
-        x = x + y.reshape(B, T, D)
+        added = y.reshape(B, T, D)
         chosen_NE = weight_NE != 0
         load = jnp.sum(chosen_NE, axis=0)
         logit_NE = options["router_x_ND"] @ args[0] + w["moe"].get("b_router", 0)
@@ -169,8 +173,9 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
         y = y @ w["mlp"]["w_out"]
         if "shared_gate" in w:
             y = y / (1 + jnp.exp(-jnp.sum(h * w["shared_gate"], axis=-1, keepdims=True)))
-        x = x + y
-    return x, loss, load, needed
+        added = added + y
+    added = norm(added, scales[1], epsilon) if after else added
+    return x + factor * added, loss, load, needed
 
 
 def _needed(logit_NE, bias_E, cfg: Config):

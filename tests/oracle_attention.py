@@ -51,6 +51,10 @@ def _grouped(w, x, seen, cfg: Config):
         )
     R = model.rope_width or model.head_width
     q, k = (jnp.concatenate([turned(a[..., :R], model.rope), a[..., R:]], axis=-1) for a in (q, k))
+    if model.qk_norm == "rotated":
+        q, k = (
+            norm(a, w[n]["scale"], model.norm_epsilon) for a, n in ((q, "q_norm"), (k, "k_norm"))
+        )
     repeats = model.num_heads // model.num_kv_heads
     k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     score = jnp.einsum("BTHC,BSHC->BHTS", q, k) * scale_of_scores(cfg)
@@ -90,7 +94,7 @@ def _chances(score, seen, sinks):
 
 def scale_of_scores(cfg: Config) -> float:
     """What scores are multiplied by before softmax."""
-    rope, scale = cfg.model.rope, cfg.model.head_width**-0.5
+    rope, scale = cfg.model.rope, cfg.model.score_scale or cfg.model.head_width**-0.5
     if rope.mscale_all_dim is None:
         return scale
     return scale * magnitude(rope.mscale_all_dim, rope.factor) ** 2

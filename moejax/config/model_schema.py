@@ -111,7 +111,28 @@ class ModelConfig:
         at_most=1,
     )
     norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
-    qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
+    block_norm: str = setting(
+        "before",
+        "RMSNorms of a block; before: on the inputs of attention and MLP; after: on what they add "
+        "(OLMo 2)",
+        choices=("before", "after"),
+    )
+    qk_norm: str = setting(
+        "none",
+        "RMSNorm on queries and keys; full: over all heads; rotated: of each head, behind rotary "
+        "positions (Hunyuan)",
+        choices=("none", "head", "full", "rotated"),
+    )
+    embedding_scale: float = setting(1.0, "factor on embeddings of tokens (Granite)", above=0)
+    residual_scale: float = setting(
+        1.0, "factor on what attention and MLP add to the residual stream (Granite)", above=0
+    )
+    score_scale: float | None = setting(
+        None, "factor on attention's scores (Granite); none: 1 / sqrt(head_width)", above=0
+    )
+    logit_divisor: float = setting(
+        1.0, "divides final hidden states, and with them logits (Granite)", above=0
+    )
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
     attention_output_bias: bool = setting(False, "bias on the output projection of attention")
     attention_sinks: bool = setting(

@@ -142,6 +142,9 @@ def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConf
         return "frequencies of rotary positions, which are computed"
     if name == "lm_head.weight" and model.tie_embeddings:
         return "a copy of the embedding, which is tied"
+    further = "of layers that predict further tokens (model.predict_ahead)"
+    if family.ahead_tensors and re.fullmatch(family.ahead_tensors, name):
+        return further
     layer = LAYER.fullmatch(name)
     if layer is None:
         return None
@@ -149,7 +152,7 @@ def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConf
     if first <= number < first + ahead and layer[2] in COPIES:
         return "copies of the embedding and the head"
     if first + ahead <= number < first + family.layers_ahead(folder.config):
-        return "of layers that predict further tokens (model.predict_ahead)"
+        return further
     return None
 
 

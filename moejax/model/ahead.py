@@ -32,7 +32,7 @@ class PredictAhead(nnx.Module):
         self.hidden_norm = RMSNorm(D, cfg.norm_epsilon)
         # U counts what is joined: the embedding, then the hidden state.
         self.w_join = nnx.Param(normal(rngs.params(), (2, D, D), jnp.float32), dims="UDO")
-        self.norm = RMSNorm(D, cfg.norm_epsilon)
+        self.norm = RMSNorm(D, cfg.norm_epsilon, divisor=cfg.logit_divisor)
 
     def join(
         self, embedding_BtD: Float[Array, "B t D"], h_BtD: Float[Array, "B t D"]

@@ -18,7 +18,7 @@ from moejax.config.schema import ModelConfig
 from moejax.layout.spec import StepSpec
 from moejax.model import context
 from moejax.model.layers import RMSNorm
-from moejax.model.rope import Angles, rotate, score_factor
+from moejax.model.rope import Angles, rotate, scale_of_scores
 
 
 class Attention(nnx.Module):
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
             self.b_o = nnx.Param(jnp.zeros((D,)), dims="D")
         if cfg.attention_sinks:
             self.sinks = nnx.Param(normal(rngs.params(), (H,)), dims="H")
-        if cfg.qk_norm == "head":
+        if cfg.qk_norm in ("head", "rotated"):
             self.q_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
             self.k_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
         elif cfg.qk_norm == "full":
@@ -114,15 +114,18 @@ class Attention(nnx.Module):
             q_BTHC = self._biased(q_BTHC, self.b_q)
             k_BSGC = self._biased(k_BSGC, self.b_k)
             v_BSGC = self._biased(v_BSGC, self.b_v)
-        if self.cfg.qk_norm != "none":
+        if self.cfg.qk_norm in ("head", "full"):
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
-        return rotate(q_BTHC, angles), rotate(k_BSGC, angles), v_BSGC
+        q_BTHC, k_BSGC = rotate(q_BTHC, angles), rotate(k_BSGC, angles)
+        if self.cfg.qk_norm == "rotated":
+            q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
+        return q_BTHC, k_BSGC, v_BSGC
 
     def _form(self) -> dict[str, Any]:
         """Returns the arguments of attention besides queries, keys and values."""
         return {
             "window": self.window,
-            "scale": score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width),
+            "scale": scale_of_scores(self.cfg),
             "sinks_H": self._own_sinks() if self.cfg.attention_sinks else None,
         }
 

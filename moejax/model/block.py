@@ -24,7 +24,7 @@ from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
-from moejax.model.layers import MLP, RMSNorm
+from moejax.model.layers import MLP, RMSNorm, scaled
 from moejax.model.rope import Angles, angles_at
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
@@ -34,12 +34,13 @@ Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP or experts, each on a normalised copy of the residual stream."""
+    """Attention, then an MLP or experts, each with a norm of its inputs or of its results."""
 
     def __init__(
         self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
     ):
         self.barriers = spec.barriers
+        self.norms_after, self.residual_scale = cfg.block_norm == "after", cfg.residual_scale
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
         build_attention = LatentAttention if cfg.is_latent else Attention
         self.attention = build_attention(cfg, kind.window, spec, rngs)
@@ -75,8 +76,9 @@ class Block(nnx.Module):
         moe_weights = None if self.moe is None or fetched else self.moe.weights()
         mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
-            y_BtD, kept = attend(self.attention, self.attention_norm(x_BtD))
-            x_BtD = x_BtD + y_BtD
+            h_BtD = x_BtD if self.norms_after else self.attention_norm(x_BtD)
+            y_BtD, kept = attend(self.attention, h_BtD)
+            x_BtD = self._add(x_BtD, [y_BtD], self.attention_norm)
             if self.moe is not None and fetched:
                 # Their first use waits for attention, which hides the copies.
                 x_BtD, fetched = jax.lax.optimization_barrier((x_BtD, fetched))
@@ -86,17 +88,25 @@ class Block(nnx.Module):
                 x_BtD, moe_weights = jax.lax.optimization_barrier((x_BtD, moe_weights))
             else:
                 x_BtD = checkpoint_name(x_BtD, ATTENDED)
-        h_BtD = self.mlp_norm(x_BtD)
+        h_BtD, added = x_BtD if self.norms_after else self.mlp_norm(x_BtD), []
         if self.moe is not None and moe_weights is not None:
             y_BtD, stats = self.moe(h_BtD, moe_weights, noise, is_token_BT)
-            x_BtD = x_BtD + y_BtD
+            added.append(y_BtD)
         if self.mlp is not None and mlp_weights is not None:
             with jax.named_scope("mlp"):
                 y_BtD = self.mlp(h_BtD, mlp_weights)
                 if self.shared_gate is not None:
                     y_BtD = scale_by_gate(y_BtD, h_BtD, replicated_weight(self.shared_gate))
-                x_BtD = x_BtD + y_BtD
-        return x_BtD, stats, kept
+                added.append(y_BtD)
+        return self._add(x_BtD, added, self.mlp_norm), stats, kept
+
+    def _add(self, x_BtD: jax.Array, added: list[jax.Array], norm: RMSNorm) -> jax.Array:
+        """Returns the residual stream with results of attention, or of experts and MLP."""
+        if self.norms_after:
+            added = [norm(sum(added[1:], start=added[0]))]
+        for y_BtD in added:
+            x_BtD = x_BtD + scaled(y_BtD, self.residual_scale)
+        return x_BtD
 
 
 def scale_by_gate(

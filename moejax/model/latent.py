@@ -28,7 +28,7 @@ from moejax.layout.spec import StepSpec
 from moejax.model import context
 from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm
-from moejax.model.rope import Angles, rotate, score_factor
+from moejax.model.rope import Angles, rotate, scale_of_scores
 
 # Epsilon of the norms of latents: DeepSeek's code has it whatever the model's other norms take.
 LATENT_EPSILON = 1e-6
@@ -134,7 +134,7 @@ class LatentAttention(nnx.Module):
 
     @property
     def _scale(self) -> float:
-        return score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width)
+        return scale_of_scores(self.cfg)
 
     def _project(self, x_BtD: jax.Array, angles: Angles) -> Projected:
         """Returns rotated queries, and the sources of keys and values, at all positions."""

@@ -21,17 +21,22 @@ MLPWeights = tuple[Weight, Weight]  # [D, 2, F] and [F, D]
 
 
 class RMSNorm(nnx.Module):
-    """Scales to unit root mean square, in float32, then by a learned factor."""
+    """Scales to unit root mean square, in float32, then by a learned factor.
 
-    def __init__(self, width: int, epsilon: float, dims: str = "D"):
-        self.epsilon = epsilon
+    Attributes:
+      divisor: divides the result, before it is rounded.
+    """
+
+    def __init__(self, width: int, epsilon: float, dims: str = "D", divisor: float = 1.0):
+        self.epsilon, self.divisor = epsilon, divisor
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32), dims=dims)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last dimension."""
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * inverse * replicated_weight(self.scale)).astype(x.dtype)
+        y32 = x32 * inverse * replicated_weight(self.scale)
+        return (y32 if self.divisor == 1 else y32 / self.divisor).astype(x.dtype)
 
 
 class MLP(nnx.Module):
@@ -68,7 +73,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, spec: StepSpec, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        self.spec = spec
+        self.spec, self.scale = spec, cfg.embedding_scale
         self.table = nnx.Param(normal(rngs.params(), (cfg.vocab_size, cfg.width)), dims="VD")
         if not cfg.tie_embeddings:
             self.project = nnx.Param(normal(rngs.params(), (cfg.width, cfg.vocab_size)), dims="DV")
@@ -88,11 +93,16 @@ class Embedding(nnx.Module):
         """Looks tokens up: each tensor rank finds the rows it holds, and their sum has all rows."""
         layout, v = self.spec.layout, shape_of(table_vD)[0]
         if layout.size(layout.tensor) == 1:
-            return rows_of(table_vD, token_BT)
+            return scaled(rows_of(table_vD, token_BT), self.scale)
         local_BT = token_BT - wire.index(layout.tensor) * v
         here_BT = (local_BT >= 0) & (local_BT < v)
-        x_BTD = rows_of(table_vD, jnp.where(here_BT, local_BT, 0))
+        x_BTD = scaled(rows_of(table_vD, jnp.where(here_BT, local_BT, 0)), self.scale)
         return leave_tensor(jnp.where(here_BT[..., None], x_BTD, 0), layout)
+
+
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Returns x times a setting; x itself for a factor of one."""
+    return x if factor == 1 else x * factor
 
 
 def logits(x_ND: Float[Array, "N D"], w_Dv: Weight) -> Float[Array, "N v"]:

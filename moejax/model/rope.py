@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float
-from moejax.config.schema import RopeConfig
+from moejax.config.schema import ModelConfig, RopeConfig
 
 Angles = tuple[jax.Array, jax.Array]  # cos and sin, from `angles_at`
 
@@ -27,8 +27,15 @@ def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
     return base, 1.0
 
 
+def scale_of_scores(cfg: ModelConfig) -> float:
+    """Returns the factor of attention's scores before softmax."""
+    if cfg.score_scale is not None:
+        return score_factor(cfg.rope) * cfg.score_scale
+    return score_factor(cfg.rope) / math.sqrt(cfg.head_width)
+
+
 def score_factor(cfg: RopeConfig) -> float:
-    """Returns the factor of attention's scores before softmax, besides 1 / sqrt(head width).
+    """Returns the factor of rotary scaling on attention's scores.
 
     Source: DeepSeek-V2's modeling code, where cos and sin stay near one and yarn's factor is on
     the scores: in latent attention only some channels of a head rotate.

@@ -61,7 +61,7 @@ class Transformer(nnx.Module):
 
         groups = layer_groups(cfg, stacked=spec.stacked)
         self.groups = nnx.List([stack(kinds, repeats) for kinds, repeats in groups])
-        self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        self.norm = RMSNorm(cfg.width, cfg.norm_epsilon, divisor=cfg.logit_divisor)
         # Behind `groups` in the order of names too: selection biases move in that order.
         self.predict_ahead = (
             PredictAhead(cfg, spec, rngs, stack(groups[-1][0][-1:], 1))

@@ -54,6 +54,8 @@ OTHER = {
     "model.rope.mscale": 0.7,
     "model.rope.mscale_all_dim": 0.7,
     "model.qk_norm": "head",
+    "model.block_norm": "after",
+    "model.score_scale": 0.2,
     "model.moe_every": 2,
     "model.activation": "clamped_swiglu",
     "model.predict_ahead": 1,

@@ -4,9 +4,9 @@ Needs `pip install torch==2.13.0 transformers==5.23.0`, in an environment of its
 Command:  python tests/golden/count_published.py
 
 The models of `tests/hf/published.json` are built on torch's meta device, which holds shapes and no
-numbers. What is counted are parameters: selection biases are buffers there, and not counted here
-either. transformers has no count of active parameters; here they are what one token uses: all but
-the routed experts that it does not choose.
+numbers. What is counted are parameters that train: selection biases are not counted. transformers
+has no count of active parameters; here they are what one token uses: all but the routed experts
+that it does not choose.
 """
 
 import json
@@ -37,8 +37,8 @@ def config_of(settings: dict[str, Any]) -> PreTrainedConfig:
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Its parameters by name, each once."""
-    return dict(module.named_parameters())
+    """Its parameters by name, each once; ERNIE's selection bias is one that is not trained."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def active_of(name: str, parameter: torch.nn.Parameter, config: PreTrainedConfig) -> int:
@@ -47,7 +47,9 @@ def active_of(name: str, parameter: torch.nn.Parameter, config: PreTrainedConfig
         return parameter.numel()
     experts = parameter.shape[0]
     assert parameter.numel() % experts == 0, name
-    return parameter.numel() // experts * config.num_experts_per_tok
+    choices = config.num_experts_per_tok  # Hunyuan lists one for each layer
+    chosen = choices[0] if isinstance(choices, list) else choices
+    return parameter.numel() // experts * chosen
 
 
 def count(settings: dict[str, Any]) -> dict[str, int]:
@@ -64,7 +66,7 @@ def count(settings: dict[str, Any]) -> dict[str, int]:
             "active": sum(active_of(*item, config) for item in own.items()),
         }
         layers = settings.get("num_nextn_predict_layers", 0)
-        if layers:
+        if layers and hasattr(config, "num_mtp_layers"):  # some classes have no such module
             shared = {id(parameter) for parameter in own.values()}
             ahead = parameters_of(MtpModel(model, layers))
             ahead = {name: p for name, p in ahead.items() if id(p) not in shared}

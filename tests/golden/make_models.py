@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 from tests.golden.model_cases import CASES  # noqa: E402
-from tests.hf.random_models import draw, draw_all, write_folder  # noqa: E402
+from tests.hf.random_models import SELECTION_BIASES, draw, draw_all, write_folder  # noqa: E402
 
 SEQUENCES, PROMPT, CONTINUED = 2, 8, 32
 POSITIONS = (0, 7, 22, 39)  # whose logits are kept
@@ -74,7 +74,8 @@ def record_choices(model: torch.nn.Module) -> list:
     def hook(module, inputs, outputs):
         seen.append((outputs[0].detach(), outputs[2].detach()))
 
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    named = ("topkrouter", "v1gate")
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith(named)]
     assert bool(routers) == hasattr(model.config, "num_experts_per_tok")
     for router in routers:
         router.register_forward_hook(hook)
@@ -98,7 +99,7 @@ def gradients_of(model: torch.nn.Module, shapes: dict) -> dict:
     found = {}
     for name, gradient in gradient_tensors(model).items():
         assert list(gradient.shape) == shapes[name]
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(SELECTION_BIASES):
             continue
         direction = draw(f"direction of {name}", gradient.shape).astype(np.float64)
         projection = np.sum(gradient * direction) / math.sqrt(np.sum(direction**2))

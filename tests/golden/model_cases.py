@@ -60,6 +60,27 @@ def experts(count: str, number: int, chosen: int, hidden: int | Sequence[int]) -
     return {**found, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
 
 
+def ernie(number: int, chosen: int, hidden: Sequence[int]) -> dict:
+    """Experts, under ERNIE's names."""
+    keys = {"moe_num_experts": number, "moe_k": chosen}
+    return {**keys, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
+
+
+def hunyuan(number: int, chosen: int | list[int], hidden: int) -> dict:
+    """Experts, under Hunyuan's names."""
+    return {"num_experts": number, "moe_topk": chosen, "intermediate_size": hidden}
+
+
+def factors(embedding: float, residual: float, scores: float, logits: float) -> dict:
+    """Granite's factors; that of logits divides."""
+    return {
+        "embedding_multiplier": embedding,
+        "residual_multiplier": residual,
+        "attention_multiplier": scores,
+        "logits_scaling": logits,
+    }
+
+
 def groups(number: int, chosen: int) -> dict:
     """Groups of experts."""
     return {"n_group": number, "topk_group": chosen}
@@ -246,6 +267,147 @@ CASES: dict[str, dict[str, dict]] = {
             **sizes(2, 24, head=8),
             **experts("num_local_experts", 24, 6, 8),
             "rotary_dim": 4,
+        },
+    },
+    "glm4_moe_lite": {
+        "two dense blocks apart, direct queries": {
+            **LATENT,
+            "kv_lora_rank": 7,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            "n_shared_experts": 2,
+            **groups(1, 1),
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "num_hidden_layers": 4,
+            "rope_theta": 1e6,
+        },
+        "even, groups": {
+            **LATENT_EVEN,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            "n_shared_experts": 1,
+            **groups(4, 2),
+            "num_hidden_layers": 2,
+            "rms_norm_eps": 1e-3,
+        },
+    },
+    "solar_open": {
+        "yarn, biases": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            "n_shared_experts": 1,
+            **groups(1, 1),
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+            **rope(YARN, 1e6),
+        },
+        "even, groups": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            "n_shared_experts": 2,
+            **groups(4, 2),
+        },
+    },
+    "dots1": {
+        "window of the last block, biases": {
+            **ODD,
+            **sizes(3, 20, head=6),
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            "n_shared_experts": 2,
+            **groups(1, 1),
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
+        "even, groups, no window": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            "n_shared_experts": 1,
+            **groups(4, 2),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "sliding_window": None,
+        },
+    },
+    "hy_v3": {
+        "biases, scaled weights": {
+            **ODD,
+            **sizes(3, 20, head=6),
+            **experts("num_experts", 5, 3, (14, 10)),
+            "num_shared_experts": 2,
+            "attention_bias": True,
+        },
+        "even, blocks by turns": {
+            **EVEN,
+            **TIED,
+            **sizes(4, 24, head=8),
+            **experts("num_experts", 24, 6, (16, 8)),
+            "num_shared_experts": 1,
+            "router_scaling_factor": 1.5,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        },
+    },
+    "ernie4_5_moe": {
+        "every second block of a range, no shared expert": {
+            **ODD,
+            **sizes(6, 26, head=6),
+            **ernie(5, 3, (14, 10)),
+            "tie_word_embeddings": False,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+        },
+        "even": {**EVEN, **sizes(2, 24, head=8), **ernie(24, 6, (16, 8))},
+    },
+    "hunyuan_v1_moe": {
+        "positions by alpha, biases": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **hunyuan(5, 3, 10),
+            "attention_bias": True,
+            **rope({"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}),
+        },
+        "even, choices by layer": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **hunyuan(24, [6, 6], 8),
+        },
+    },
+    "flex_olmo": {
+        "biases": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **experts("num_experts", 5, 3, 10),
+            "attention_bias": True,
+        },
+        "even, normalised": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 48),
+            **experts("num_experts", 24, 6, 8),
+            "norm_topk_prob": True,
+        },
+    },
+    "granitemoe": {
+        "factors, biases": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **experts("num_local_experts", 5, 3, 10),
+            **factors(3.0, 0.4, 0.25, 1.5),
+            "attention_bias": True,
+        },
+        "even, other factors": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 48),
+            **experts("num_local_experts", 24, 6, 8),
+            **factors(5.0, 0.22, 0.5, 0.75),
         },
     },
     "llama": {

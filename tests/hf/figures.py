@@ -2,9 +2,10 @@
 
 The figures are those that test_parity.py bounds, of the same cases: the largest of a family.
 
-    .venv/bin/python -m tests.hf.figures
+    .venv/bin/python -m tests.hf.figures [FAMILY ...]
 """
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def main() -> None:
     worst: dict[str, np.ndarray] = {}
     for parameters in all_cases():
         family, name = parameters.values
+        if sys.argv[1:] and family not in sys.argv[1:]:
+            continue
         for mesh in (ONE_DEVICE, MESH) if "even" in name else (ONE_DEVICE,):
             found = errors_of(family, name, mesh)
             worst[family] = np.maximum(worst.get(family, found), found)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")  # ends of tensors' names
 DTYPES = {"F32": np.float32, "F16": np.float16}
 
 
@@ -22,7 +23,7 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     values = unit[: math.prod(shape)].reshape(shape)
     if name.endswith(("norm.weight", "layernorm.weight")):
         return np.float32(1) + np.float32(0.25) * values
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(SELECTION_BIASES):
         return np.float32(0.1) * values
     if name.endswith("sinks"):
         return np.float32(1) * values

@@ -12,6 +12,7 @@ from moejax.hf.families import family_of
 from moejax.hf.reader import Folder
 from moejax.step.state import flat
 from tests.hf.golden import ahead_folder, cases_of, golden_folder, import_weights
+from tests.hf.random_models import draw_all, write_folder
 from tests.hf.test_writer import assert_same_tensors, export_arrays, read_all
 
 # Whole models are traced, whose layers have tests.
@@ -31,8 +32,16 @@ def test_the_layer_is_left_out_by_rule(folder):
     assert "model.layers.2.eh_proj.weight" in names
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, expert=2, tensor=2)])
-def test_the_layer_is_taken_and_given_back(folder, tmp_path, mesh):
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("deepseek_v3", MeshConfig()),
+        ("deepseek_v3", MeshConfig(fsdp=2, expert=2, tensor=2)),
+        ("glm4_moe_lite", MeshConfig()),
+    ],
+)
+def test_the_layer_is_taken_and_given_back(tmp_path, family, mesh):
+    folder = ahead_folder(tmp_path / "in", family)
     step, plan, params, router_bias = import_weights(folder, mesh, predict_ahead=1)
     arrays = flat(params) | flat(router_bias)
     given = json.loads((folder / "config.json").read_text())
@@ -55,3 +64,22 @@ def test_a_model_without_the_layer_cannot_predict_ahead(tmp_path):
 def test_whether_to_predict_ahead_is_no_matter_of_the_folder(folder):
     with Folder(folder) as opened:
         assert config_of(opened).model.predict_ahead == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("ernie4_5_moe", ("mtp_block.0.input_layernorm", "mtp_emb_norm.0", "mtp_linear_proj.0")),
+        ("hy_v3", ("layers.4.eh_proj", "layers.4.final_layernorm", "layers.4.mlp.router.gate")),
+    ],
+)
+def test_layers_in_a_form_of_their_own_are_left_out(tmp_path, family, names):
+    (case,) = (case for name, case in cases_of(family).items() if name.startswith("even"))
+    more = {f"model.{name}.weight": (3,) for name in names}
+    config = {**case["config"], "num_nextn_predict_layers": 1}
+    folder = write_folder(tmp_path, config, draw_all({**case["tensors"], **more}))
+    ((reason, found),) = import_weights(folder).plan.left_out.items()
+    assert "model.predict_ahead" in reason
+    assert set(found) == set(more)
+    with pytest.raises(InputError, match=r"no tensor of this family holds .*predict_ahead"):
+        import_weights(folder, predict_ahead=1)

@@ -14,7 +14,7 @@ from moejax.hf.families.family import (
     from_settings,
     stated,
 )
-from moejax.model.rope import frequencies, score_factor
+from moejax.model.rope import frequencies, scale_of_scores
 from tests.hf.config_keys import GOLDEN, of_positions, released, without
 from tests.hf.golden import cases_of
 from tests.hf.test_families import PUBLISHED, read
@@ -35,7 +35,7 @@ def rope_of(cfg):
     """Frequencies, the factor of cos and sin, and that of scores, as the golden file has them."""
     model = cfg.model
     pairs_R, factor = frequencies(model.rotated_channels, model.rope)
-    return [*pairs_R.tolist(), factor, score_factor(model.rope) * model.head_width**-0.5]
+    return [*pairs_R.tolist(), factor, scale_of_scores(model)]
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -45,7 +45,7 @@ def test_missing_keys_and_nulls_mean_what_transformers_takes_them_for(name):
     config = released(cases_of(family)[golden]["config"])
     table = family_named(family)
     free = {*table.unused, *ANYWHERE, *STORAGE}
-    free |= {"head_dim", "qk_head_dim"} if "deepseek" in family else set()  # follow
+    free |= {"head_dim", "qk_head_dim"} if "kv_lora_rank" in config else set()  # follow
     compared = 0
     for change, file in without(config).items():
         theirs, key = case["changes"][change], change.split()[-1].split(".")[-1]

@@ -16,6 +16,12 @@ What `published.json` was compared with, because the files of the authors could 
 - Moonlight-16B-A3B-Instruct: a copy in a test, which is what stands there.
 - Llama-3.1-8B: the copy in citsjtu2020/LLM-Prof, sglang/Model_Config.md; equal. Mistral-7B-v0.1,
   Qwen2.5-0.5B, Qwen3-0.6B: copies of whole files in public notes and scripts; equal.
+- GLM-4.7-Flash, Hy3: copies of whole files in tests of public repositories; equal.
+- Solar-Open-100B, dots.llm1: the keys of such copies, which do not claim to be whole.
+- Hunyuan-A13B, Granite-3.0-1B-A400M: sizes and factors alone, from tests of public repositories.
+- FlexOlmo-7x7B-1T: sizes alone, from the defaults of transformers' config class.
+- ERNIE-4.5-21B-A3B: sizes alone, from the defaults of transformers' config class, equal to those of
+  public notes.
 - GLM-4.5: sizes alone, from NVIDIA's page on Megatron Bridge. Qwen1.5-MoE-A2.7B: sizes alone, from
   the defaults of transformers' `Qwen2MoeConfig`.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.

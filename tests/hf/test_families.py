@@ -39,6 +39,31 @@ KNOWN = {
     "gpt-oss-20b": {"model.rope.truncate": False, "model.full_attention_every": 2},
     "GLM-4.5": {"model.rope_width": 64, "moe.router.score": "sigmoid"},
     "MiniMax-M2": {"model.rope.theta": 5_000_000, "moe.router.score": "sigmoid"},
+    "GLM-4.7-Flash": {
+        "moe.router.weight_scale": 1.8,
+        "model.first_dense_layers": 1,
+        "moe.router.balance_loss": pytest.approx(46 * 0.0001),
+    },
+    "Solar-Open-100B": {"model.rope.factor": 2.0, "moe.router.renormalize": True},
+    "dots.llm1": {"model.sliding_window": None, "model.qk_norm": "head"},
+    "Hy3": {"moe.router.weight_scale": 2.826, "model.rope.theta": 11_158_840.0},
+    "ERNIE-4.5-21B-A3B": {
+        "moe.router.renormalize": True,
+        "moe.router.balance_loss": pytest.approx(6 * 0.001),
+        "model.first_dense_layers": 1,
+    },
+    "Hunyuan-A13B": {
+        "model.qk_norm": "rotated",
+        "model.rope.theta": pytest.approx(10_000 * 1000 ** (128 / 126)),
+        "moe.num_shared_experts": 1,
+    },
+    "FlexOlmo-7x7B-1T": {"model.block_norm": "after", "model.qk_norm": "full"},
+    "Granite-3.0-1B-A400M": {
+        "model.embedding_scale": 12.0,
+        "model.residual_scale": 0.22,
+        "model.score_scale": 1 / 64,
+        "model.logit_divisor": 6.0,
+    },
     "Llama-3.1-8B": {
         "model.moe_every": None,
         "model.mlp_hidden": 14336,
@@ -63,7 +88,12 @@ def read(config):
 
 ALTERED = ("dtype", "torch_dtype", "transformers_version", "rope_parameters", "rope_scaling")
 # Of published files: how weights are stored, and what other keys say too.
-NOT_WRITTEN = ("quantization_config", "experts_per_token", "shared_intermediate_size")
+NOT_WRITTEN = (
+    "quantization_config",
+    "experts_per_token",
+    "expert_hidden_dim",
+    "shared_intermediate_size",
+)
 # Of files that transformers 5 wrote: what is written under another name, or follows from others.
 FOLLOWING = ("num_local_experts", "partial_rotary_factor", "head_dim", "qk_head_dim")
 
@@ -171,6 +201,27 @@ REFUSED = [
         "must be one object",
     ),
     ("OLMoE-1B-7B", {"head_dim": 64}, "`head_dim` is 64. In this family"),
+    ("GLM-4.7-Flash", {"first_k_dense_replace": 2}, "keys disagree: `first_k_dense_replace` is 2"),
+    ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"] * 47}, "no layer has experts"),
+    ("GLM-4.7-Flash", {"mlp_layer_types": ["sparse"]}, "dense or sparse for each of 47 layers"),
+    ("Solar-Open-100B", {"first_k_dense_replace": 1}, "`first_k_dense_replace` is 1"),
+    ("Solar-Open-100B", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
+    ("dots.llm1", {"n_shared_experts": None}, "`n_shared_experts`"),
+    ("dots.llm1", {"use_sliding_window": True}, "`use_sliding_window` is True"),
+    ("Hy3", {"route_norm": False}, "`route_norm` is False"),
+    ("Hy3", {"expert_hidden_dim": 512}, "keys disagree: `moe_intermediate_size` is 1536"),
+    ("ERNIE-4.5-21B-A3B", {"moe_norm_min": 0.1}, "`moe_norm_min` is 0.1"),
+    ("ERNIE-4.5-21B-A3B", {"use_bias": True}, "`use_bias` is True"),
+    ("ERNIE-4.5-21B-A3B", {"moe_layer_interval": 0}, "`moe_layer_interval` 0. They must be"),
+    ("ERNIE-4.5-21B-A3B", {"moe_layer_start_index": 28}, "leaves none of 28 layers"),
+    ("Hunyuan-A13B", {"moe_topk": [8] * 31 + [4]}, "one number for all 32 layers"),
+    ("Hunyuan-A13B", {"num_shared_expert": 2}, "`num_shared_expert` is 2"),
+    ("Hunyuan-A13B", {"moe_intermediate_size": 1024}, "keys disagree: `intermediate_size` is 3072"),
+    ("Hunyuan-A13B", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "`alpha` of `rope_sc"),
+    ("Hunyuan-A13B", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scale by 'dynamic'"),
+    ("Granite-3.0-1B-A400M", {"attention_dropout": 0.1}, "make it 0.0 in config.json"),
+    ("Granite-3.0-1B-A400M", {"embedding_multiplier": None}, "`embedding_multiplier`"),
+    ("Mixtral-8x7B", {"embedding_multiplier": 12.0}, "`embedding_multiplier` = 12.0 is a key"),
     ("Llama-3.1-8B", {"hidden_size": 4097, "head_dim": 128}, "`hidden_size` is 4097. In this"),
     ("Llama-3.1-8B", {"mlp_bias": True}, "`mlp_bias` is True"),
     ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "dynamic"}}, "positions scale by 'dynamic'"),
@@ -198,6 +249,13 @@ WITHOUT_KEY = [
     ("GLM-4.5", {"model.qk_norm": "full"}, "`model.qk_norm` is full"),
     ("Mixtral-8x7B", {"model.rope_width": 64}, "`model.rope_width` is 64, but here all channels"),
     ("DeepSeek-V3", {"model.attention": "grouped"}, "`model.attention` is grouped"),
+    (
+        "ERNIE-4.5-21B-A3B",
+        {"model.layer_mlps": ("experts", "dense") + ("experts",) * 26},
+        "experts are not in each n-th block of a range",
+    ),
+    ("Mixtral-8x7B", {"model.residual_scale": 0.5}, "no key for `model.residual_scale` = 0.5"),
+    ("OLMoE-1B-7B", {"model.block_norm": "after"}, "no key for `model.block_norm` = 'after'"),
     ("Mixtral-8x7B", {"moe.num_shared_experts": 1}, "no key for `moe.num_shared_experts` = 1"),
 ]
 

@@ -30,7 +30,7 @@ from moejax.runtime.processes import ALONE
 from moejax.step.state import flat
 from tests.cases import step_for
 from tests.hf.golden import all_cases, cases_of, golden_folder, import_weights
-from tests.hf.random_models import draw_all, write_folder
+from tests.hf.random_models import SELECTION_BIASES, draw_all, write_folder
 
 # Whole models are traced, whose layers have tests.
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
@@ -83,9 +83,8 @@ def assert_same_tensors(got, wanted):
 @pytest.mark.parametrize(("family", "name"), all_cases())
 def test_export_gives_back_what_was_imported(tmp_path, family, name, dtype):
     case = cases_of(family)[name]
-    wide = ("e_score_correction_bias",)
     tensors = {
-        key: x if dtype == "float32" or key.endswith(wide) else x.astype(dtype)
+        key: x if dtype == "float32" or key.endswith(SELECTION_BIASES) else x.astype(dtype)
         for key, x in draw_all(case["tensors"]).items()
     }
     if case["config"]["tie_word_embeddings"]:

@@ -17,6 +17,11 @@ DEFAULTS = {
     "gpt-oss-120b": (),
     "GLM-4.5-Air": ("head_dim",),  # no default there
     "MiniMax-M2": (),
+    "GLM-4.7-Flash": ("first_k_dense_replace",),  # no key of the class
+    "Solar-Open-100B": ("first_k_dense_replace", "intermediate_size"),  # no keys of the class
+    "Hy3": ("first_k_dense_replace",),  # no key of the class
+    "ERNIE-4.5-21B-A3B": (),
+    "FlexOlmo-7x7B-1T": (),
 }
 SIZES = (
     "first_k_dense_replace",

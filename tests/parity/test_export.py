@@ -19,7 +19,7 @@ from tests.cases import place
 from tests.data.chats import CHATML, ONE, write_model
 from tests.hf.golden import FAMILIES, ONE_DEVICE, cases_of, golden_folder, load_model
 from tests.hf.lora_runs import write_run
-from tests.hf.random_models import draw, write_folder
+from tests.hf.random_models import SELECTION_BIASES, draw, write_folder
 from tests.parity import ours
 
 pytestmark = pytest.mark.parity
@@ -38,6 +38,14 @@ ROUTES = {
     "glm4_moe": (EIGHT, {"route": "two_level"}),
     "deepseek_v2": (EIGHT, {"route": "split"}),
     "minimax_m2": (EIGHT, {"route": "merge"}),
+    "glm4_moe_lite": (FOUR, {"route": "merge"}),
+    "solar_open": (FOUR, {"route": "two_level_merge"}),
+    "dots1": (EIGHT, {"route": "merge"}),
+    "hy_v3": (FOUR, {"route": "duplicate"}),
+    "ernie4_5_moe": (FOUR, {"route": "split"}),
+    "hunyuan_v1_moe": (FOUR, {"route": "merge"}),
+    "flex_olmo": (EIGHT, {"route": "two_level_merge"}),
+    "granitemoe": (FOUR, {"route": "duplicate"}),
     # Of dense models: `run_config` makes fsdp of the experts' ranks.
     "llama": (FOUR, {}),
     "mistral": (FOUR, {}),
@@ -95,7 +103,7 @@ def compare_gradients(got, wanted):
     """Compares (loss, gradients by name)."""
     np.testing.assert_allclose(got[0], wanted[0], rtol=1e-6)
     found, gradients = got[1], wanted[1]
-    biases = {name for name in gradients if name.endswith("e_score_correction_bias")}
+    biases = {name for name in gradients if name.endswith(SELECTION_BIASES)}
     assert set(found) == set(gradients) - biases
     # A router whose one weight is normalised has no gradient but rounding errors.
     rounding = np.finfo(np.float32).eps * max(map(np.linalg.norm, gradients.values()))

@@ -106,6 +106,18 @@ KINDS = [
         "model": {"predict_ahead": 1, "num_layers": 2, "first_dense_layers": 1},
         "train": {"predict_ahead_loss": 0.7},
     },
+    # Norms of queries and keys behind rotary positions (Hunyuan), of results (OLMo 2); factors
+    # (Granite).
+    {
+        "model": {
+            "qk_norm": "rotated",
+            "block_norm": "after",
+            "embedding_scale": 3.0,
+            "residual_scale": 0.4,
+            "score_scale": 0.2,
+            "logit_divisor": 1.7,
+        }
+    },
 ]
 
 
@@ -118,8 +130,8 @@ CASES = [
     Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "duplicate", (1, 2), 8, kinds=(10, 11, 12, 13)),
     Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7)),
     Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(12,)),
-    Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11,)),
-    Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1), kinds=(11,)),
+    Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11, 14)),
+    Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1), kinds=(11, 12, 14)),
     Case((1, 1, 4, 2), 2, ("sequence", "folded"), "two_level_merge", (2, 2), kinds=(11, 12)),
     Case((2, 4, 1, 1), 4),
     Case((1, 2, 1, 4), kinds=(8, 11)),
@@ -127,7 +139,7 @@ CASES = [
     # Without a capacity buckets overflow, or just do not.
     Case((1, 1, 8, 1), path="rounds"),
     Case((1, 1, 4, 2), 1, route="split", chunks=(3, 2), kinds=(11,), path="rounds"),
-    Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(1, 2), k=8, path="rounds"),
+    Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(1, 2), k=8, kinds=(14,), path="rounds"),
     Case((2, 1, 4, 1), 4, route="two_level", k=8, path="usual"),
     # Others have their routes and kinds; more chunks, and other ways past full buckets.
     Case((1, 1, 8, 1), chunks=(6, 1)),

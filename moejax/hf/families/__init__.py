@@ -1,7 +1,8 @@
 """Tables of the families of models that files can be read from and written to.
 
 Read `parts` and `family` (`config.json` as settings), its parts `attention`, `blocks`, `experts`
-and `rope`, `tensors` (rules that families share), then `tables`, Mixtral first.
+and `rope`, `tensors` (rules that families share), then `tables`, Mixtral first, `biased`,
+`latent` and `dense`.
 """
 
 from collections.abc import Mapping

@@ -17,14 +17,17 @@ class HeadWidth:
     Attributes:
       free: whether a model may say otherwise.
       multiple: whether the width is a multiple of the heads all the same (Llama).
+      named: whether a file must name them: without transformers makes no model (Hunyuan).
     """
 
     free: bool = True
     multiple: bool = False
+    named: bool = False
     keys: tuple[str, ...] = ("head_dim",)
 
     def read(self, config: Config) -> dict[str, Any]:
-        head, heads = head_width(config), whole_number(config, "num_attention_heads")
+        head = whole_number(config, "head_dim") if self.named else head_width(config)
+        heads = whole_number(config, "num_attention_heads")
         if not self.free and head * heads != config["hidden_size"]:
             raise InputError(
                 f"`head_dim` is {head}. In this family it is `hidden_size` over "
@@ -145,6 +148,22 @@ class HeadNorm:
         if settings["model.qk_norm"] == "full":
             raise InputError("`model.qk_norm` is full. It normalises each head by itself")
         return {"use_qk_norm": settings["model.qk_norm"] == "head"}
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """The factor of attention's scores, where a file names it (Granite)."""
+
+    keys: tuple[str, ...] = ("attention_multiplier",)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        given = value_of(config, self.keys, 1.0)
+        usual = given == head_width(config) ** -0.5
+        return {"model.score_scale": None if usual else given}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        scale = settings["model.score_scale"]
+        return {self.keys[0]: settings["model.head_width"] ** -0.5 if scale is None else scale}
 
 
 @dataclass(frozen=True)

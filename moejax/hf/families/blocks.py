@@ -58,6 +58,101 @@ class SparseStep:
         return {"decoder_sparse_step": 1, "mlp_only_layers": listed}
 
 
+@dataclass(frozen=True)
+class MlpTypes:
+    """MLPs of the blocks, which `mlp_layer_types` lists; without it the first alone is dense.
+
+    Files name the number of dense blocks at the start too, which nothing else may contradict.
+    """
+
+    keys: tuple[str, ...] = ("mlp_layer_types", "first_k_dense_replace")
+
+    def read(self, config: Config) -> dict[str, Any]:
+        mlps, first = mlp_types(config), config.get("first_k_dense_replace")
+        if "experts" not in mlps:
+            raise InputError("no layer has experts. Correct `mlp_layer_types` in config.json.")
+        if first is not None and mlps != _first_dense(first, len(mlps)):
+            raise InputError(
+                f"keys disagree: `first_k_dense_replace` is {short(first)}, and by "
+                f"`mlp_layer_types` {mlps.count('dense')} layers are dense (without it, the first "
+                "one). Correct config.json."
+            )
+        return {f"model.{name}": value for name, value in shortest_mlps(mlps).items()}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        mlps = blocks_of(settings).mlps
+        dense = mlps.index("experts") if "experts" in mlps else len(mlps)
+        first = {"first_k_dense_replace": dense} if mlps == _first_dense(dense, len(mlps)) else {}
+        types = ["sparse" if mlp == "experts" else "dense" for mlp in mlps]
+        return {"mlp_layer_types": types, **first}
+
+
+def mlp_types(config: Config) -> tuple[str, ...]:
+    """Returns "dense" or "experts" for each layer, of `mlp_layer_types`.
+
+    Raises:
+      InputError: if the list is not one of these layers.
+    """
+    layers, given = whole_number(config, "num_hidden_layers"), config.get("mlp_layer_types")
+    if given is None:
+        return _first_dense(1, layers)
+    kinds = {"dense": "dense", "sparse": "experts"}
+    if not isinstance(given, list) or len(given) != layers or not set(kinds).issuperset(given):
+        raise InputError(
+            f"`mlp_layer_types` is {short(given)}. It must say dense or sparse for each of "
+            f"{layers} layers. Correct config.json."
+        )
+    return tuple(kinds[kind] for kind in given)
+
+
+def _first_dense(dense: Any, layers: int) -> tuple[str, ...]:
+    count = min(dense, layers) if type(dense) is int and dense >= 0 else 0
+    return ("dense",) * count + ("experts",) * (layers - count)
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Each n-th block between two has experts (ERNIE)."""
+
+    keys: tuple[str, ...] = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+
+    def read(self, config: Config) -> dict[str, Any]:
+        layers = whole_number(config, "num_hidden_layers")
+        start, stop, step = map(config.get, self.keys, (1, -1, 1))
+        stop = layers - 1 if stop == -1 else stop
+        if any(type(x) is not int for x in (start, stop, step)) or step < 1:
+            raise InputError(
+                f"`moe_layer_start_index` is {short(start)}, `moe_layer_end_index` {short(stop)}, "
+                f"`moe_layer_interval` {short(step)}. They must be integers, the last above 0. "
+                "Correct config.json."
+            )
+        mlps = self._mlps(layers, start, stop, step)
+        if "experts" not in mlps:
+            raise InputError(
+                f"`moe_layer_start_index` = {start} to `moe_layer_end_index` = {stop} leaves none "
+                f"of {layers} layers for experts. Correct config.json."
+            )
+        return {f"model.{name}": value for name, value in shortest_mlps(mlps).items()}
+
+    def _mlps(self, layers: int, start: int, stop: int, step: int) -> tuple[str, ...]:
+        return tuple(
+            "experts" if start <= index <= stop and (index + 1) % step == 0 else "dense"
+            for index in range(layers)
+        )
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        mlps = blocks_of(settings).mlps
+        given = {key: base[key] for key in self.keys if key in base}
+        if given and blocks_of({**settings, **self.read(base)}).mlps == mlps:
+            return given  # several files may say the same
+        places = [index for index, mlp in enumerate(mlps) if mlp == "experts"]
+        for step in range(1, len(mlps) + 1) if places else ():
+            found = (places[0], places[-1], step)
+            if self._mlps(len(mlps), *found) == mlps:
+                return dict(zip(self.keys, found, strict=True))
+        raise InputError("`model.layer_mlps`: experts are not in each n-th block of a range")
+
+
 def blocks_of(settings: Settings) -> ModelConfig:
     """Returns a config with the settings of a model's blocks; others have defaults."""
     names = ("num_layers", "sliding_window", *shortest(ModelConfig()))
@@ -93,7 +188,8 @@ class LayerTypes:
     """A window in some blocks, which `layer_types` lists (gpt-oss, Qwen).
 
     Attributes:
-      switch: a key without which no block has a window (Qwen); "": there is no such key.
+      switch: a key without which no block has a window (Qwen); "": there is no such key, and a
+        missing list with a window means what `turns` says.
       turns: whether without a list every second block before `max_window_layers` has a window; else
         all from it on have one (dense Qwen).
     """
@@ -103,8 +199,8 @@ class LayerTypes:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        switched = (self.switch, "max_window_layers") if self.switch else ()
-        return ("sliding_window", "layer_types", *switched)
+        last = () if self.turns and not self.switch else ("max_window_layers",)
+        return ("sliding_window", "layer_types", *last, *((self.switch,) if self.switch else ()))
 
     def read(self, config: Config) -> dict[str, Any]:
         types = self._types(config)
@@ -122,9 +218,10 @@ class LayerTypes:
 
     def _types(self, config: Config) -> list[str]:
         layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
-        on = not self.switch or config.get(self.switch, False)
+        on = config.get(self.switch, False) if self.switch else self.turns
+        on = on or (not self.switch and config.get("sliding_window") is not None)
         if given is None:
-            last = config.get("max_window_layers", layers) if self.switch else layers
+            last = config.get("max_window_layers", layers)
             if not on:
                 return [FULL] * layers
             if not self.turns:
@@ -147,7 +244,8 @@ class LayerTypes:
         types = [FULL if window is None or seen == "full" else SLIDING for seen in sees]
         keys: dict[str, Any] = {"layer_types": types}
         keys["sliding_window"] = window or base.get("sliding_window")
+        if "max_window_layers" in self.keys:  # means nothing beside `layer_types`
+            keys["max_window_layers"] = base.get("max_window_layers", layers)
         if self.switch:
-            last = base.get("max_window_layers", layers)  # means nothing beside `layer_types`
-            keys |= {self.switch: window is not None, "max_window_layers": last}
+            keys[self.switch] = window is not None
         return keys

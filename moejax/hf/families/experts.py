@@ -5,6 +5,7 @@ from typing import Any
 
 from moejax.config.fields import short
 from moejax.errors import InputError
+from moejax.hf.families.blocks import blocks_of, mlp_types
 from moejax.hf.families.parts import Config, Same, Settings, value_of, whole_number
 
 CHOICES = Same("num_experts_per_tok", "moe.experts_per_token", also=("experts_per_token",))
@@ -115,15 +116,17 @@ class Balance:
     Attributes:
       times: factor on their coefficient: docs/architecture.md has the table.
       default: their coefficient where the key is missing.
+      of: key of the choices of a token.
     """
 
     times: str  # "choices" (transformers' loss) or "one" (megablocks')
     default: float = 0.001
+    of: str = "num_experts_per_tok"
     keys: tuple[str, ...] = ("router_aux_loss_coef",)
 
     def read(self, config: Config) -> dict[str, Any]:
         given = value_of(config, self.keys, self.default)
-        choices = whole_number(config, "num_experts_per_tok")
+        choices = whole_number(config, self.of)
         return {"moe.router.balance_loss": given * (choices if self.times == "choices" else 1)}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
@@ -146,7 +149,7 @@ class SequenceBalance:
     def read(self, config: Config) -> dict[str, Any]:
         alpha = value_of(config, ("aux_loss_alpha",), self.default)
         layers = whole_number(config, "num_hidden_layers")
-        dense = value_of(config, ("first_k_dense_replace",))
+        dense = value_of(config, ("first_k_dense_replace",), mlp_types(config).count("dense"))
         by_sequence = value_of(config, ("seq_aux",), True)
         return {
             "moe.router.balance_loss": alpha * max(0, layers - dense),
@@ -154,7 +157,7 @@ class SequenceBalance:
         }
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        layers = settings["model.num_layers"] - settings["model.first_dense_layers"]
+        layers = blocks_of(settings).expert_layers
         alpha = float(f"{settings['moe.router.balance_loss'] / layers:.12g}")
         return {
             "aux_loss_alpha": alpha,

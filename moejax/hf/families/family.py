@@ -10,7 +10,7 @@ from moejax.config.pattern import shortest
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.hf.families.experts import has_dense_blocks, shared_width, shortest_shared
-from moejax.hf.families.parts import Always, Part, Same, Settings
+from moejax.hf.families.parts import NOISE, Always, Part, Same, Settings
 from moejax.hf.rules import Rule
 
 
@@ -131,7 +131,7 @@ COMMON: tuple[Part, ...] = (
     Same("tie_word_embeddings", "model.tie_embeddings", default=False),
     Same("initializer_range", "model.init_deviation", default=0.02),
     Always("hidden_act", "silu"),
-    Always("attention_dropout", 0.0),
+    Always("attention_dropout", 0.0, advice=NOISE),
     Always("is_encoder_decoder", False, written=False),
 )
 
@@ -153,6 +153,8 @@ class Family:
       missing: values of missing keys whose part has no default.
       null: values of nulls by key; any other null of a key with a meaning is refused.
       ahead: key with the number of layers after the last that predict further tokens; "": none.
+      ahead_tensors: pattern of the names of their tensors, where these are not of a layer; "": they
+        are. Such layers are left out.
     """
 
     name: str
@@ -166,6 +168,7 @@ class Family:
     missing: Mapping[str, Any] = field(default_factory=dict)
     null: Mapping[str, Any] = field(default_factory=dict)
     ahead: str = ""
+    ahead_tensors: str = ""
 
     @property
     def all_parts(self) -> tuple[Part, ...]:

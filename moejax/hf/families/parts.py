@@ -80,12 +80,14 @@ class Always:
     Attributes:
       others: further values that mean the same.
       written: whether export writes it.
+      advice: what to do about another value.
     """
 
     key: str
     value: Any
     others: tuple[Any, ...] = ()
     written: bool = True
+    advice: str = "Choose a model without it."
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -103,13 +105,46 @@ class Always:
         known += [int(v) for v in known if type(v) is float and v == int(v)]
         if any(value == one and type(value) is type(one) for one in known):
             return None
-        return (
-            f"`{self.key}` is {short(value)}. moejax computes it as {wanted} only. Choose a "
-            "model without it."
-        )
+        return f"`{self.key}` is {short(value)}. moejax computes it as {wanted} only. {self.advice}"
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         return {self.key: self.value} if self.written else {}
+
+
+NOISE = "It is noise of training, and changes no logits: make it 0.0 in config.json."
+
+
+@dataclass(frozen=True)
+class EveryLayer(Same):
+    """One key is one setting, as a number or as a list with that number for each layer (Hunyuan).
+
+    Attributes:
+      only: the only value that can be computed here; None: any.
+    """
+
+    only: Any = None
+
+    def read(self, config: Config) -> dict[str, Any]:
+        given = {name: config[name] for name in self.keys if isinstance(config.get(name), list)}
+        for name, values in given.items():
+            if len(values) != config.get("num_hidden_layers") or len(set(map(repr, values))) != 1:
+                raise InputError(
+                    f"`{name}` is {short(values)}. moejax computes one number for all "
+                    f"{config.get('num_hidden_layers')} layers. Choose another model."
+                )
+        found = super().read({**config, **{name: values[0] for name, values in given.items()}})
+        if self.only is not None and found[self.setting] != self.only:
+            raise InputError(
+                f"`{self.key}` is {short(found[self.setting])}. moejax computes it as "
+                f"{short(self.only)} only. Choose another model."
+            )
+        return found
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        (value,) = super().write(settings, base).values()
+        names = [name for name in self.keys if name == self.key or name in base]
+        layers = settings["model.num_layers"]
+        return {n: [value] * layers if isinstance(base.get(n), list) else value for n in names}
 
 
 def value_of(config: Config, names: tuple[str, ...], default: Any = REQUIRED) -> Any:

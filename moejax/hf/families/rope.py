@@ -137,12 +137,43 @@ class Rope:
         if not self.partial:
             if width is not None and not self.latent:
                 raise InputError(f"`model.rope_width` is {width}, but here all channels rotate")
-            return keys
+            key = "partial_rotary_factor"
+            return {**keys, key: 1.0} if key in base else keys
         head = settings["model.head_width"]
         rotated = head if width is None else width
         if self.partial == "rotary_dim":
             return {**keys, "rotary_dim": rotated}
         return {**keys, self.partial: _share(rotated, head)}
+
+
+@dataclass(frozen=True)
+class AlphaRope(Rope):
+    """Rotary positions whose base a fixed `alpha` stretches (Hunyuan).
+
+    Files call it `dynamic`, but nothing of it depends on the length of a text.
+    """
+
+    def read(self, config: Config) -> dict[str, Any]:
+        given = self._scaling(config)
+        kind, alpha = given.get("rope_type") or given.get("type"), given.get("alpha")
+        if kind != "dynamic" or not alpha:
+            return super().read(config)
+        if type(alpha) not in NUMBERS or alpha <= 0:
+            raise InputError(
+                f"`alpha` of `rope_scaling` is {short(alpha)}. It must be a number above 0. "
+                "Correct config.json."
+            )
+        _number(given, "factor")  # means nothing, but transformers asks for it
+        head = head_width(config)
+        theta = given.get("rope_theta") or config.get("rope_theta") or self.theta
+        return {"model.rope.theta": theta * alpha ** (head / (head - 2))}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        own = {key: base[key] for key in self.keys if key in base}
+        plain = settings["model.rope.scaling"] == "none" and self._scaling(base).get("alpha")
+        if plain and self.read(base)["model.rope.theta"] == settings["model.rope.theta"]:
+            return {"rope_scaling": None} | own  # the same base may be said in two ways
+        return super().write(settings, base)
 
 
 def _share(rotated: int, head: int) -> float:

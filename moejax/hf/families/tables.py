@@ -1,66 +1,32 @@
 """The families: keys of `config.json` besides the common ones, and rules of tensors.
 
-Read Mixtral first. Dense families come last. Sources: Jiang et al. 2024 (Mixtral), Muennighoff et
-al. 2024 (OLMoE), Qwen team 2024 and 2025, DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3
-models), OpenAI 2025 (gpt-oss), Zhipu AI 2025 (GLM-4.5), MiniMax 2025, Llama team 2024 (Llama 3),
-Jiang et al. 2023 (Mistral).
+Read Mixtral first. Families whose routers have a selection bias are in `biased`, those with latent
+attention in `latent`, those without experts in `dense`. Sources: Jiang et al. 2024 (Mixtral),
+Muennighoff et al. 2024 (OLMoE), Qwen team 2024 and 2025, OpenAI 2025 (gpt-oss), Tencent 2025
+(Hunyuan-A13B), Shi et al. 2025 (FlexOlmo), IBM 2024 (Granite 3).
 """
 
-from moejax.hf.families.attention import (
-    KEY_VALUE_HEADS,
-    BothBiases,
-    HeadNorm,
-    HeadWidth,
-    LatentHeads,
-    SoftmaxAttention,
-)
-from moejax.hf.families.blocks import FIRST_DENSE, LayerTypes, OneWindow, SparseStep
-from moejax.hf.families.experts import (
-    CHOICES,
-    PAPER,
-    SHARED_EXPERTS,
-    Balance,
-    DenseHidden,
-    Groups,
-    SequenceBalance,
-    SharedExpert,
-)
+from moejax.hf.families.attention import KEY_VALUE_HEADS, BothBiases, HeadWidth, ScoreScale
+from moejax.hf.families.biased import DOTS1, ERNIE4_5_MOE, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
+from moejax.hf.families.blocks import LayerTypes, OneWindow, SparseStep
+from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
 from moejax.hf.families.family import Family
-from moejax.hf.families.parts import Always, Same
-from moejax.hf.families.rope import POSITIONS, Rope
+from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
+from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope
 from moejax.hf.families.tensors import (
-    AHEAD,
     DENSE,
     EXPERTS,
     FUSED,
     GROUPED,
-    LATENT,
     NORMS,
     ROOT,
-    SHARED,
-    experts,
-    fused_experts,
+    SPARSE_EXPERTS,
     mlp,
     router,
-    selection_bias,
 )
 from moejax.hf.rules import Rule
-
-# Tensors of a model whose router has a selection bias (DeepSeek-V3, GLM), without attention.
-BIASED = (
-    *ROOT,
-    *NORMS,
-    *DENSE,
-    *SHARED,
-    *router("mlp."),
-    *selection_bias("mlp.gate.e_score_correction_bias"),
-    *AHEAD,
-)
-SPARSE_EXPERTS = (
-    experts("block_sparse_moe.", gate="w1", up="w3", down="w2"),
-    fused_experts("block_sparse_moe."),
-    fused_experts("mlp."),
-)
 
 MIXTRAL = Family(
     name="mixtral",
@@ -73,7 +39,7 @@ MIXTRAL = Family(
         OneWindow(),
         Same("intermediate_size", "moe.expert_hidden"),
         Same("num_local_experts", "moe.num_experts", also=("num_experts",)),
-        Always("router_jitter_noise", 0.0),
+        Always("router_jitter_noise", 0.0, advice=NOISE),
         Balance("choices"),
     ),
     implied={"moe.router.renormalize": True, "model.moe_every": 1},
@@ -156,73 +122,6 @@ QWEN3_MOE = Family(
     experts=(EXPERTS, FUSED),
 )
 
-MLA = (
-    CHOICES,
-    LatentHeads(),
-    SHARED_EXPERTS,
-    DenseHidden(),
-    Rope(latent=True),
-    Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
-    Same("moe_intermediate_size", "moe.expert_hidden"),
-    Always("attention_bias", False),
-    Always("moe_layer_freq", 1),
-)
-
-# Heads that follow from others, and queries that are projected directly.
-NULLS = dict.fromkeys(("head_dim", "num_key_value_heads", "q_lora_rank", "qk_head_dim"), None)
-NULLS |= POSITIONS
-
-DEEPSEEK_V2 = Family(
-    name="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
-    parts=(
-        *MLA,
-        FIRST_DENSE,
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
-        Groups(switch=True),
-        SequenceBalance(default=0.001),
-        # DeepSeek's code does not scale weights that it normalises, transformers ignores the key.
-        Always("norm_topk_prob", False, others=(None,)),
-        Always("scoring_func", "softmax"),
-        Always("mlp_bias", False),
-    ),
-    implied={"model.moe_every": 1, "moe.router.renormalize": False},
-    missing={"q_lora_rank": 1536, "first_k_dense_replace": 0},
-    null={**NULLS, "n_group": None, "topk_group": None},
-    rules=(*ROOT, *NORMS, *LATENT, *DENSE, *SHARED, *router("mlp.")),
-    experts=(EXPERTS, FUSED),
-)
-
-DEEPSEEK_V3 = Family(
-    name="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    model_types=("kimi_k2",),
-    parts=(
-        *MLA,
-        FIRST_DENSE,
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=2.5),
-        Groups(),
-        SequenceBalance(default=PAPER),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Always("topk_method", "noaux_tc"),
-        Always("scoring_func", "sigmoid"),
-        Always("rope_interleave", True),
-    ),
-    implied={"model.moe_every": 1, "moe.router.score": "sigmoid"},
-    unused=("num_mtp_layers",),
-    missing={
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "topk_group": 4,
-    },
-    null={**NULLS, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
-    rules=(*BIASED, *LATENT),
-    experts=(EXPERTS, FUSED),
-    ahead="num_nextn_predict_layers",
-)
-
 GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
@@ -268,146 +167,100 @@ GPT_OSS = Family(
     ),
 )
 
-GLM4_MOE = Family(
-    name="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
+HUNYUAN_V1_MOE = Family(
+    name="hunyuan_v1_moe",
+    architecture="HunYuanMoEV1ForCausalLM",
     parts=(
-        CHOICES,
         KEY_VALUE_HEADS,
-        HeadWidth(),
-        HeadNorm(),
-        Rope(partial="partial_rotary_factor", rotated=0.5),
-        FIRST_DENSE,
-        DenseHidden(),
-        SHARED_EXPERTS,
-        Groups(),
-        SequenceBalance(default=PAPER),
-        Same("attention_bias", "model.attention_bias", default=False),
-        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
-        Same("moe_intermediate_size", "moe.expert_hidden"),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        HeadWidth(named=True),
+        AlphaRope(),
+        BothBiases(),
+        EveryLayer("moe_topk", "moe.experts_per_token", also=("num_experts_per_tok",)),
+        EveryLayer("intermediate_size", "moe.expert_hidden", also=("moe_intermediate_size",)),
+        # A shared expert of an expert's width, whatever the file says.
+        EveryLayer("num_shared_expert", "moe.num_shared_experts", default=1, only=1),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+        Always("use_qk_norm", True),
+        Always("use_mixed_mlp_moe", True, written=False),
+        Always("use_cla", False, written=False),
+        Always("mlp_bias", False, written=False),
+        Always("moe_layer_num_skipped", 0, written=False),
+        Always("norm_type", "rms", written=False),
     ),
-    implied={"model.moe_every": 1, "moe.router.score": "sigmoid"},
-    missing={"first_k_dense_replace": 1, "n_group": 1, "num_key_value_heads": 8, "topk_group": 1},
-    null={"partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0, **POSITIONS},
-    rules=(*BIASED, *GROUPED),
+    implied={"model.moe_every": 1, "model.qk_norm": "rotated", "moe.router.renormalize": True},
+    unused=("attention_head_dim", "cla_share_factor", "eod_token_id", "pad_id", "sep_token_id"),
+    null={"num_key_value_heads": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        *NORMS,
+        *(rule for rule in GROUPED if "norm" not in rule.ours),
+        Rule("attention.q_norm.scale", "self_attn.query_layernorm.weight"),
+        Rule("attention.k_norm.scale", "self_attn.key_layernorm.weight"),
+        Rule("moe.w_router", "mlp.gate.wg.weight", "E D"),
+        *mlp("mlp.shared_mlp.", "moe"),
+    ),
     experts=(EXPERTS, FUSED),
-    ahead="num_nextn_predict_layers",
 )
 
-MINIMAX_M2 = Family(
-    name="minimax_m2",
-    architecture="MiniMaxM2ForCausalLM",
-    model_types=("minimax",),  # of the first files, whose architecture says which
+FLEX_OLMO = Family(
+    name="flex_olmo",
+    architecture="FlexOlmoForCausalLM",
     parts=(
         CHOICES,
         KEY_VALUE_HEADS,
         HeadWidth(),
-        Rope(theta=5e6, partial="rotary_dim"),
-        SoftmaxAttention(),
+        Rope(theta=500_000.0),
+        BothBiases(),
+        Same("intermediate_size", "moe.expert_hidden"),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+        Same("norm_topk_prob", "moe.router.renormalize", default=False),
+        Balance("one", default=0.01),
+    ),
+    implied={"model.qk_norm": "full", "model.moe_every": 1, "model.block_norm": "after"},
+    null={"num_key_value_heads": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        Rule("attention_norm.scale", "post_attention_layernorm.weight"),
+        Rule("mlp_norm.scale", "post_feedforward_layernorm.weight"),
+        *GROUPED,
+        *router("mlp."),
+    ),
+    experts=(EXPERTS, FUSED),
+)
+
+GRANITE_MOE = Family(
+    name="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    parts=(
+        CHOICES,
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(),
+        BothBiases(),
+        ScoreScale(),
         Same("intermediate_size", "moe.expert_hidden"),
         Same("num_local_experts", "moe.num_experts", also=("num_experts",)),
-        Always("use_qk_norm", True),
-        Always("qk_norm_type", "per_layer"),
-        Always("scoring_func", "sigmoid"),
-        Always("use_routing_bias", True),
-        Always("router_jitter_noise", 0.0),
-        Always("sliding_window", None, written=False),
-        Always("swa_rope_theta", -1.0, written=False),
-        Always("shared_intermediate_size", 0, written=False),
-        *(
-            Always(f"layernorm_{name}_beta", 1.0, written=False)
-            for name in ("full_attention", "linear_attention", "mlp")
-        ),
+        Same("embedding_multiplier", "model.embedding_scale", default=1.0),
+        Same("residual_multiplier", "model.residual_scale", default=1.0),
+        Same("logits_scaling", "model.logit_divisor", default=1.0),
         Balance("choices"),
     ),
-    implied={
-        "model.qk_norm": "full",
-        "model.moe_every": 1,
-        "moe.router.renormalize": True,
-        "moe.router.score": "sigmoid",
-    },
-    unused=(
-        "mlp_intermediate_size",
-        "mtp_transformer_layers",
-        "num_mtp_modules",
-        "shared_moe_mode",
-        "use_mtp",
-    ),
-    missing={"head_dim": 128, "num_key_value_heads": 8},
-    null={"attn_type_list": None, "rotary_dim": None, **POSITIONS},
+    # A softmax over the chosen logits is the softmax over all, renormalised.
+    implied={"moe.router.renormalize": True, "model.moe_every": 1},
+    missing={"num_local_experts": 8, "num_experts_per_tok": 2},
+    null={"num_key_value_heads": None, **POSITIONS},
     rules=(
         *ROOT,
         *NORMS,
         *GROUPED,
-        *router("block_sparse_moe."),
-        *selection_bias("block_sparse_moe.e_score_correction_bias"),
+        Rule("moe.w_router", "block_sparse_moe.router.layer.weight", "E D"),
     ),
-    experts=SPARSE_EXPERTS,
-)
-
-# What a model without experts has.
-PLAIN = {"model.moe_every": None}
-PLAIN_RULES = (*ROOT, *NORMS, *GROUPED, *DENSE)
-LAST_WINDOWS = LayerTypes(switch="use_sliding_window", turns=False)
-
-LLAMA = Family(
-    name="llama",
-    architecture="LlamaForCausalLM",
-    parts=(
-        KEY_VALUE_HEADS,
-        HeadWidth(multiple=True),
-        Rope(),
-        DenseHidden(),
-        BothBiases(),
-        Always("mlp_bias", False),
+    experts=(
+        (
+            Rule("moe.w_in", "block_sparse_moe.input_linear.weight", "E UF D"),
+            Rule("moe.w_out", "block_sparse_moe.output_linear.weight", "E D F"),
+        ),
     ),
-    implied=PLAIN,
-    null={"head_dim": None, "num_key_value_heads": None, **POSITIONS},
-    rules=PLAIN_RULES,
-)
-
-MISTRAL = Family(
-    name="mistral",
-    architecture="MistralForCausalLM",
-    parts=(KEY_VALUE_HEADS, HeadWidth(), Rope(), DenseHidden(), OneWindow()),
-    implied=PLAIN,
-    missing={"num_key_value_heads": 8, "sliding_window": 4096},
-    null={"head_dim": None, "sliding_window": None, **POSITIONS},
-    rules=PLAIN_RULES,
-)
-
-QWEN2 = Family(
-    name="qwen2",
-    architecture="Qwen2ForCausalLM",
-    parts=(
-        KEY_VALUE_HEADS,
-        HeadWidth(),
-        Rope(),
-        DenseHidden(),
-        LAST_WINDOWS,
-        Always("use_mrope", False),
-    ),
-    implied={**PLAIN, "model.attention_bias": True},
-    missing={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    null={"layer_types": None, "num_key_value_heads": None, "sliding_window": None, **POSITIONS},
-    rules=PLAIN_RULES,
-)
-
-QWEN3 = Family(
-    name="qwen3",
-    architecture="Qwen3ForCausalLM",
-    parts=(KEY_VALUE_HEADS, HeadWidth(), Rope(), DenseHidden(), LAST_WINDOWS, BothBiases()),
-    implied={**PLAIN, "model.qk_norm": "head"},
-    missing={
-        "head_dim": 128,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    null={"layer_types": None, "num_key_value_heads": None, "sliding_window": None, **POSITIONS},
-    rules=PLAIN_RULES,
 )
 
 FAMILIES = (
@@ -420,6 +273,14 @@ FAMILIES = (
     GPT_OSS,
     GLM4_MOE,
     MINIMAX_M2,
+    GLM4_MOE_LITE,
+    SOLAR_OPEN,
+    DOTS1,
+    HY_V3,
+    ERNIE4_5_MOE,
+    HUNYUAN_V1_MOE,
+    FLEX_OLMO,
+    GRANITE_MOE,
     LLAMA,
     MISTRAL,
     QWEN2,

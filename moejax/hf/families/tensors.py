@@ -1,5 +1,7 @@
 """Rules that several families share. Letters: see `moejax/layout/layout.py`; Z is a latent."""
 
+from dataclasses import replace
+
 from moejax.hf.rules import Rule
 
 GATE, UP = (("U", 0),), (("U", 1),)
@@ -25,6 +27,11 @@ GROUPED = (
     Rule("attention.q_norm.scale", "self_attn.q_norm.weight"),
     Rule("attention.k_norm.scale", "self_attn.k_norm.weight"),
     Rule("attention.sinks", "self_attn.sinks"),
+)
+# All channels of a head rotate, in pairs (ERNIE).
+PAIRED = tuple(
+    replace(rule, paired="C") if rule.ours in ("attention.w_q", "attention.w_k") else rule
+    for rule in GROUPED
 )
 # A head's last channels rotate, in pairs. The key that rotates follows the latent of keys and
 # values.
@@ -93,3 +100,20 @@ DENSE = mlp("mlp.", "dense")
 SHARED = mlp("mlp.shared_experts.", "moe")
 EXPERTS = experts("mlp.", "gate_proj", "up_proj", "down_proj")
 FUSED = fused_experts("mlp.")
+
+# Tensors of a model whose router has a selection bias (DeepSeek-V3, GLM), without attention.
+BIASED = (
+    *ROOT,
+    *NORMS,
+    *DENSE,
+    *SHARED,
+    *router("mlp."),
+    *selection_bias("mlp.gate.e_score_correction_bias"),
+    *AHEAD,
+)
+
+SPARSE_EXPERTS = (
+    experts("block_sparse_moe.", gate="w1", up="w3", down="w2"),
+    fused_experts("block_sparse_moe."),
+    fused_experts("mlp."),
+)

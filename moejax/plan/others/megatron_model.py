@@ -129,6 +129,10 @@ def model_gaps(cfg: Config) -> list[Gap]:
     parts = {
         f"rotary scaling {model.rope.scaling}": model.rope.scaling != "none",
         "RMSNorm of queries and keys over all heads": model.qk_norm == "full",
+        "RMSNorm of queries and keys behind rotary positions": model.qk_norm == "rotated",
+        "norms behind attention and MLP": model.block_norm == "after",
+        "factors on embeddings, residuals, scores or logits": model.score_scale is not None
+        or {model.embedding_scale, model.residual_scale, model.logit_divisor} != {1.0},
         "sliding window": model.sliding_window is not None,
         "clamped SwiGLU": model.activation != "swiglu",
         "biases of experts, router or attention's output": cfg.moe.expert_bias

@@ -1,0 +1,120 @@
+"""Tables of families with latent attention; read `tables` first.
+
+Sources: DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3 models), Zhipu AI 2026
+(GLM-4.7-Flash).
+"""
+
+from moejax.hf.families.attention import LatentHeads
+from moejax.hf.families.blocks import FIRST_DENSE, MlpTypes
+from moejax.hf.families.experts import (
+    CHOICES,
+    PAPER,
+    SHARED_EXPERTS,
+    DenseHidden,
+    Groups,
+    SequenceBalance,
+)
+from moejax.hf.families.family import Family
+from moejax.hf.families.parts import Always, Same
+from moejax.hf.families.rope import POSITIONS, Rope
+from moejax.hf.families.tensors import (
+    BIASED,
+    DENSE,
+    EXPERTS,
+    FUSED,
+    LATENT,
+    NORMS,
+    ROOT,
+    SHARED,
+    router,
+)
+
+MLA = (
+    CHOICES,
+    LatentHeads(),
+    SHARED_EXPERTS,
+    DenseHidden(),
+    Rope(latent=True),
+    Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
+    Same("moe_intermediate_size", "moe.expert_hidden"),
+    Always("attention_bias", False),
+    Always("moe_layer_freq", 1),
+)
+
+# Heads that follow from others, and queries that are projected directly.
+FOLLOWING = {**dict.fromkeys(("head_dim", "q_lora_rank", "qk_head_dim"), None), **POSITIONS}
+NULLS = {**FOLLOWING, "num_key_value_heads": None}
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    parts=(
+        *MLA,
+        FIRST_DENSE,
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        Groups(switch=True),
+        SequenceBalance(default=0.001),
+        # DeepSeek's code does not scale weights that it normalises, transformers ignores the key.
+        Always("norm_topk_prob", False, others=(None,)),
+        Always("scoring_func", "softmax"),
+        Always("mlp_bias", False),
+    ),
+    implied={"model.moe_every": 1, "moe.router.renormalize": False},
+    missing={"q_lora_rank": 1536, "first_k_dense_replace": 0},
+    null={**NULLS, "n_group": None, "topk_group": None},
+    rules=(*ROOT, *NORMS, *LATENT, *DENSE, *SHARED, *router("mlp.")),
+    experts=(EXPERTS, FUSED),
+)
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    model_types=("kimi_k2",),
+    parts=(
+        *MLA,
+        FIRST_DENSE,
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=2.5),
+        Groups(),
+        SequenceBalance(default=PAPER),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Always("topk_method", "noaux_tc"),
+        Always("scoring_func", "sigmoid"),
+        Always("rope_interleave", True),
+    ),
+    implied={"model.moe_every": 1, "moe.router.score": "sigmoid"},
+    unused=("num_mtp_layers",),
+    missing={
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "topk_group": 4,
+    },
+    null={**NULLS, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
+    rules=(*BIASED, *LATENT),
+    experts=(EXPERTS, FUSED),
+    ahead="num_nextn_predict_layers",
+)
+
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    parts=(
+        *MLA,
+        MlpTypes(),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.8),
+        Groups(),
+        SequenceBalance(default=PAPER),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Always("topk_method", "noaux_tc"),
+        Always("scoring_func", "sigmoid"),
+        Always("rope_interleave", True),
+        Always("partial_rotary_factor", 1.0, written=False),
+    ),
+    implied={"moe.router.score": "sigmoid"},
+    missing={"n_group": 1, "num_key_value_heads": 20, "q_lora_rank": 768, "topk_group": 1},
+    null={**FOLLOWING, "mlp_layer_types": None, "num_nextn_predict_layers": 0},
+    rules=(*BIASED, *LATENT),
+    experts=(EXPERTS, FUSED),
+    ahead="num_nextn_predict_layers",
+)
