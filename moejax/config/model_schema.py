@@ -47,6 +47,25 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LinearConfig:
+    """Linear attention: blocks whose heads keep a state in place of keys and values."""
+
+    form: str = setting(
+        "none",
+        "gated_delta: gated delta net (Qwen3-Next), in blocks without softmax attention, which are "
+        "all but each model.full_attention_every-th; none: no block has it",
+        choices=("none", "gated_delta"),
+    )
+    key_heads: int = setting(2, "heads of queries and keys", at_least=1)
+    value_heads: int = setting(4, "heads of values, with a state each; a multiple", at_least=1)
+    key_width: int = setting(32, "channels of a head of queries or keys", at_least=1)
+    value_width: int = setting(32, "channels of a head of values", at_least=1)
+    convolution: int = setting(
+        4, "positions that the convolution of queries, keys and values sees", at_least=1
+    )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The transformer around the experts."""
 
@@ -121,12 +140,14 @@ class ModelConfig:
         None, "positions that a query attends to, its own and earlier ones; none: all", at_least=1
     )
     full_attention_every: int | None = setting(
-        None, "each n-th block attends without the window (gpt-oss: 2)", at_least=2
+        None,
+        "each n-th block attends without the window (gpt-oss: 2), or at all (Qwen3-Next: 4)",
+        at_least=2,
     )
     layer_attention: tuple[str, ...] = setting(
         (),
         "attention of each layer, as a list, if full_attention_every cannot express it",
-        choices=("window", "full"),
+        choices=("window", "full", "linear"),
     )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
     init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -150,6 +171,12 @@ class ModelConfig:
         True, "one compiled block for all layers; false unrolls (slower compile)"
     )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
+    linear: LinearConfig = section(LinearConfig, "linear attention")
+
+    @property
+    def is_linear(self) -> bool:
+        """True if blocks have linear attention."""
+        return self.linear.form != "none"
 
     @property
     def is_latent(self) -> bool:

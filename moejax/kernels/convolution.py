@@ -3,7 +3,6 @@
 Per device. X counts the positions that a result sees: its own and Y before it.
 """
 
-import jax
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float, Int

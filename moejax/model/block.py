@@ -22,9 +22,8 @@ from moejax.kernels.attention.attention import sliced_attention
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
-from moejax.model.attention import Attention
-from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, RMSNorm
+from moejax.model.mixers.table import MIXERS
 from moejax.model.rope import Angles, angles_at
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
@@ -41,8 +40,7 @@ class Block(nnx.Module):
     ):
         self.barriers = spec.barriers
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        build_attention = LatentAttention if cfg.is_latent else Attention
-        self.attention = build_attention(cfg, kind.window, spec, rngs)
+        self.attention = MIXERS[kind.mixer](cfg, kind.window, spec, rngs)
         self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
         self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
         hidden = cfg.mlp_hidden if kind.mlp == "dense" else moe.shared_width

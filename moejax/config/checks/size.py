@@ -1,6 +1,10 @@
 """Refuses impossible model sizes, from the settings alone."""
 
+from collections.abc import Callable
+
 from moejax.config.checks.text import require
+from moejax.config.mixers import MIXERS, Matrix
+from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config, ModelConfig
 
 # A hundred times the largest models that are published; the weights alone are 400 TB.
@@ -13,16 +17,16 @@ FROZEN_BYTES = {"float32": 4, "bfloat16": 2}  # of a parameter that is not train
 def parameters_of(cfg: Config) -> int:
     """Returns a model's number of parameters without norms and biases."""
     model, moe, D = cfg.model, cfg.moe, cfg.model.width
-    attention = attention_parameters(model)
+    mixers = [MIXERS[kind.mixer].matrices(model) for kind in block_kinds(model)]
     dense = 3 * D * model.mlp_hidden
     hidden = moe.num_experts * moe.expert_hidden + moe.shared_width
     sparse = D * moe.num_experts + 3 * D * hidden
     layers = model.expert_layers
     embedding = model.vocab_size * D * (1 if model.tie_embeddings else 2)
-    ahead = 2 * D * D + attention + (sparse if model.ends_in_experts else dense)
+    ahead = 2 * D * D + _products(mixers[-1]) + (sparse if model.ends_in_experts else dense)
     return (
         embedding
-        + model.num_layers * attention
+        + sum(map(_products, mixers))
         + (model.num_layers - layers) * dense
         + layers * sparse
         + model.predict_ahead * ahead
@@ -36,25 +40,20 @@ def state_bytes(cfg: Config) -> int:
     return each * parameters_of(cfg)
 
 
-def attention_parameters(model: ModelConfig) -> int:
-    """Returns the number of parameters of a block's attention, without norms, biases and sinks."""
-    return sum(inputs * outputs for inputs, outputs in attention_matrices(model))
+def attention_parameters(model: ModelConfig) -> float:
+    """Returns the parameters of the matrices of a block's mixer, a mean over the blocks."""
+    return mean_of_mixers(model, _products)
 
 
-def attention_matrices(model: ModelConfig) -> list[tuple[int, int]]:
-    """Returns the sides of each matrix of a block's attention: inputs and outputs."""
-    D, H, C = model.width, model.num_heads, model.head_width
-    if not model.is_latent:
-        keys = (D, model.num_kv_heads * C)
-        return [(D, H * C), keys, keys, (H * C, D)]
-    latent, rotated = model.kv_latent or 0, model.rotated_channels
-    q_latent = model.q_latent
-    return [
-        *([(D, H * C)] if q_latent is None else [(D, q_latent), (q_latent, H * C)]),
-        (D, latent + rotated),
-        (latent, H * (C - rotated + model.value_channels)),
-        (H * model.value_channels, D),
-    ]
+def mean_of_mixers(model: ModelConfig, of: Callable[[list[Matrix]], int]) -> float:
+    """Returns the mean over the blocks of a number that the matrices of a mixer have."""
+    kinds = block_kinds(model)
+    numbers = {kind.mixer: of(MIXERS[kind.mixer].matrices(model)) for kind in set(kinds)}
+    return sum(numbers[kind.mixer] for kind in kinds) / len(kinds)
+
+
+def _products(matrices: list[Matrix]) -> int:
+    return sum(inputs * outputs for inputs, outputs in matrices)
 
 
 def check_size(cfg: Config) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from moejax.config.checks.planned import is_planned
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.fields import get_value
-from moejax.config.pattern import layer_groups
+from moejax.config.pattern import block_kinds, layer_groups
 from moejax.config.schema import Config, ModelConfig
 
 
@@ -48,6 +48,12 @@ def check_stages(cfg: Config) -> None:
         f"{stages}. It must be a multiple. Choose {multiples(train.micro_batches, stages)}; "
         "more micro-batches leave stages less idle.",
     )
+    require(
+        not model.predict_ahead or block_kinds(model)[-1].mixer != model.linear.form,
+        f"`model.predict_ahead` has a block of linear attention, as the last layer has, and "
+        f"`mesh.stage` is {stages}. Stages share the positions of that block, and a state does not "
+        "pass between them. Set model.predict_ahead=0 or mesh.stage=1.",
+    )
     slices = cfg.mesh.stage_slices
     pieces = cfg.mesh.tensor * stages * slices
     product = "mesh.tensor x mesh.stage" + " x mesh.stage_slices" * (slices > 1)
@@ -76,6 +82,11 @@ def check_stages(cfg: Config) -> None:
 def _check_slices(cfg: Config) -> None:
     """Refuses settings that slices of a sequence do not support."""
     slices = f"`mesh.stage_slices` is {cfg.mesh.stage_slices}"
+    require(
+        not cfg.model.is_linear,
+        f"`model.linear.form` is {cfg.model.linear.form}, and {slices}. The states of linear "
+        "attention do not pass from slice to slice. Set mesh.stage_slices=1.",
+    )
     usual = (
         ("mesh.schedule", "1f1b", "Slices go back in the opposite order, in 1f1b alone."),
         ("mesh.stage_keeps", "residuals", "Backward of a slice needs keys that forward made."),

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
@@ -15,9 +16,12 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.adapters import product, shape_of
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
+from moejax.kernels.costs import causal_pairs
+from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model import context
 from moejax.model.layers import RMSNorm
+from moejax.model.mixers.interface import CacheArray, CacheSize
 from moejax.model.rope import Angles, rotate, score_factor
 
 
@@ -51,6 +55,24 @@ class Attention(nnx.Module):
         elif cfg.qk_norm == "full":
             self.q_norm = FullNorm((H, C), cfg.norm_epsilon, "HC", spec)
             self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", spec)
+
+    @staticmethod
+    def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
+        """Returns what a cache holds of a block: keys and values [N, G, S, C]."""
+        shape = size.slots, cfg.num_kv_heads, size.positions, cfg.head_width
+        spec = P(layout.row_axes, layout.tensor, layout.context or None)
+        return (CacheArray(shape, cfg.dtype, spec),) * 2
+
+    @staticmethod
+    def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
+        """Returns the FLOPs of scores and means of a sequence, forward."""
+        channels = cfg.num_heads * (cfg.head_width + cfg.value_channels)
+        return 2 * channels * causal_pairs(length, window)
+
+    @staticmethod
+    def channels(cfg: ModelConfig) -> int:
+        """Returns the channels of queries, keys, values and results."""
+        return 2 * cfg.num_heads * (cfg.head_width + cfg.value_channels)
 
     def __call__(
         self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
@@ -120,10 +142,11 @@ class Attention(nnx.Module):
 
     def _form(self) -> dict[str, Any]:
         """Returns the arguments of attention besides queries, keys and values."""
+        has_sinks = self.cfg.attention_sinks
         return {
             "window": self.window,
             "scale": score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width),
-            "sinks_H": self._own_sinks() if self.cfg.attention_sinks else None,
+            "sinks_H": own_heads(self.sinks, self.spec.layout) if has_sinks else None,
         }
 
     def _leave(self, y_BTHC: jax.Array) -> jax.Array:
@@ -134,20 +157,21 @@ class Attention(nnx.Module):
         # In float32, as other biases; once, to the sum over tensor.
         return (y_BtD + replicated_weight(self.b_o)).astype(y_BtD.dtype)
 
-    def _own_sinks(self) -> jax.Array:
-        """The sinks of this tensor rank's heads. Every device holds all, as a norm's scales."""
-        layout, sinks_H = self.spec.layout, replicated_weight(self.sinks)
-        heads = sinks_H.shape[0] // layout.size(layout.tensor)
-        if heads == sinks_H.shape[0]:
-            return sinks_H
-        return jax.lax.dynamic_slice_in_dim(sinks_H, wire.index(layout.tensor) * heads, heads)
-
     def _biased(self, x_BTHC: jax.Array, b: nnx.Param) -> jax.Array:
         """Adds a bias in float32, so that its gradient is a sum over tokens in float32 too.
 
         Biases are not gathered, so float32 costs nothing on the wire.
         """
         return (x_BTHC + gather_float32(b, self.spec)).astype(x_BTHC.dtype)
+
+
+def own_heads(param: nnx.Param, layout: Layout) -> Float[Array, " H"]:
+    """Returns the numbers of this tensor rank's heads. Every device holds all, as of a norm."""
+    all_H = replicated_weight(param)
+    heads = all_H.shape[0] // layout.size(layout.tensor)
+    if heads == all_H.shape[0]:
+        return all_H
+    return jax.lax.dynamic_slice_in_dim(all_H, wire.index(layout.tensor) * heads, heads)
 
 
 def project_to_heads(
