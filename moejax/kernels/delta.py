@@ -13,6 +13,7 @@ exponent is positive, so nothing overflows. Legend: N chunks of Q positions (J: 
 G key heads of C channels; R value heads to each, H = G * R in all, of V channels.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,17 +97,6 @@ def delta_step(
     return jnp.einsum("bhc,bhcv->bhv", q_BHC, state_BHCV), state_BHCV
 
 
-def delta_flops(key_width: int, value_width: int, shared: int, chunk: int = CHUNK) -> int:
-    """Returns the FLOPs of `gated_delta` forward, for each position and value head.
-
-    Args:
-      shared: R: value heads that share a key head, and the products of its keys with each other.
-    """
-    of_states = 6 * key_width * value_width
-    of_pairs = 4 * chunk * value_width + 4 * chunk * key_width // shared
-    return of_states + of_pairs + _inverse_flops(chunk) // chunk
-
-
 def _by_chunks(
     q_BTGC, k_BTGC, v_BTHV, g_BTH, beta_BTH, segment_BT, state_BHCV, length: int
 ) -> tuple[jax.Array, jax.Array]:
@@ -178,22 +168,23 @@ def _gates(g_NBHQ: jax.Array, number_NBQ: jax.Array) -> Gates:
     """
     g_NBHQ = jnp.maximum(g_NBHQ, FADED)
     coarse_NBHQ = lax.stop_gradient(jnp.round(g_NBHQ / GRID) * GRID)
-    sums = jnp.cumsum(coarse_NBHQ, axis=-1), jnp.cumsum(g_NBHQ - coarse_NBHQ, axis=-1)
-    ends_NBQ = number_NBQ[:, None, :, -1:].swapaxes(1, 2)[..., 0, :]
+    coarse_NBHQ, fine_NBHQ = (jnp.cumsum(x, axis=-1) for x in (coarse_NBHQ, g_NBHQ - coarse_NBHQ))
+    end_NB1 = number_NBQ[..., -1:]
     # The state before the first chunk is of the first document.
-    goes_on_NB1 = jnp.pad(ends_NBQ[:-1], ((1, 0), (0, 0), (0, 0)))
+    before_NB1 = jnp.pad(end_NB1[:-1], ((1, 0), (0, 0), (0, 0)))
     place = np.arange(g_NBHQ.shape[-1])
     seen_NBQJ = number_NBQ[..., :, None] == number_NBQ[..., None, :]
     seen_NBQJ &= place[:, None] >= place
 
-    def share(log: jax.Array, passes: jax.Array) -> jax.Array:
+    def share(of: Callable[[jax.Array], jax.Array], passes: jax.Array) -> jax.Array:
+        log = of(coarse_NBHQ) + of(fine_NBHQ)
         return jnp.exp(jnp.where(passes[:, :, None], log, -jnp.inf))
 
     return Gates(
-        share(sum(s[..., :, None] - s[..., None, :] for s in sums), seen_NBQJ),
-        share(sum(sums), number_NBQ == goes_on_NB1),
-        share(sum(s[..., -1:] - s for s in sums), number_NBQ == ends_NBQ),
-        share(sum(s[..., -1:] for s in sums), ends_NBQ == goes_on_NB1)[..., 0],
+        share(lambda x: x[..., :, None] - x[..., None, :], seen_NBQJ),
+        share(lambda x: x, number_NBQ == before_NB1),
+        share(lambda x: x[..., -1:] - x, number_NBQ == end_NB1),
+        share(lambda x: x[..., -1:], end_NB1 == before_NB1)[..., 0],
     )
 
 
@@ -250,13 +241,3 @@ def _inverse_backward(x_QJ, dx_QJ):
 
 
 _inverse.defvjp(_inverse_forward, _inverse_backward)
-
-
-def _inverse_flops(length: int) -> int:
-    """Returns the FLOPs of `_inverse` of one matrix."""
-    base = min(length, BASE)
-    flops = 4 * (base.bit_length() - 2) * base**3 * (length // base)
-    while base < length:
-        flops += 4 * base**3 * (length // (2 * base))
-        base *= 2
-    return flops

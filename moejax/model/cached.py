@@ -148,7 +148,7 @@ def cache_bytes(cache: Cache, layout: Layout) -> int:
     """Returns the bytes on each device of a cache of `CacheArray`s."""
 
     def of_array(array: CacheArray) -> int:
-        shards = math.prod(layout.size(axes) for axes in array.spec if axes)
+        shards = math.prod(layout.size(axes) for axes in array.axes)
         return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize // shards
 
     return sum(map(of_array, jax.tree.leaves(cache, is_leaf=is_cache_array)))

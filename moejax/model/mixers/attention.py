@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
@@ -60,8 +59,8 @@ class Attention(nnx.Module):
     def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
         """Returns what a cache holds of a block: keys and values [N, G, S, C]."""
         shape = size.slots, cfg.num_kv_heads, size.positions, cfg.head_width
-        spec = P(layout.row_axes, layout.tensor, layout.context or None)
-        return (CacheArray(shape, cfg.dtype, spec),) * 2
+        axes = layout.row_axes, layout.tensor, layout.context
+        return (CacheArray(shape, cfg.dtype, axes),) * 2
 
     @staticmethod
     def flops(cfg: ModelConfig, length: int, window: int | None) -> int:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor
@@ -103,10 +102,10 @@ class GatedDeltaNet(nnx.Module):
         """Returns what a cache holds of a block: states [N, H, C, V], and the tails of `Past`."""
         G, H = cfg.linear.key_heads, cfg.linear.value_heads
         C, V, Y = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution - 1
-        state = CacheArray((size.slots, H, C, V), "float32", P(layout.row_axes, layout.tensor))
-        shapes = (G, C), (G, C), (H, V)
-        spec = P(layout.row_axes, None, layout.tensor)
-        return state, *(CacheArray((size.slots, Y, *own), cfg.dtype, spec) for own in shapes)
+        rows, tensor = layout.row_axes, layout.tensor
+        state = CacheArray((size.slots, H, C, V), "float32", (rows, tensor))
+        shapes = [(size.slots, Y, *own) for own in ((G, C), (G, C), (H, V))]
+        return state, *(CacheArray(shape, cfg.dtype, (rows, (), tensor)) for shape in shapes)
 
     @staticmethod
     def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
@@ -173,18 +172,19 @@ class GatedDeltaNet(nnx.Module):
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
         of_channels = (self.w_q, self.w_k, self.w_v, self.w_gate)
         of_heads = (self.w_beta, self.w_fade)
-        return Projected(
-            *(project_to_heads(x_BTD, w, self.spec) for w in of_channels),
-            *(product(x_BTD, gather_weight(w, self.spec)) for w in of_heads),
-        )
+        projected = [project_to_heads(x_BTD, w, self.spec) for w in of_channels]
+        projected += [product(x_BTD, gather_weight(w, self.spec)) for w in of_heads]
+        return Projected(*projected)
 
     def _small(self) -> Small:
-        convolutions = (self.convolve_q, self.convolve_k, self.convolve_v)
-        return Small(
-            *(gather_float32(w, self.spec) for w in convolutions),
-            *(own_heads(x, self.spec.layout) for x in (self.log_rate, self.fade_bias)),
-            replicated_weight(self.scale),
+        q_GCX, k_GCX, v_HVX = (
+            gather_float32(w, self.spec)
+            for w in (self.convolve_q, self.convolve_k, self.convolve_v)
         )
+        log_rate_H, bias_H = (
+            own_heads(x, self.spec.layout) for x in (self.log_rate, self.fade_bias)
+        )
+        return Small(q_GCX, k_GCX, v_HVX, log_rate_H, bias_H, replicated_weight(self.scale))
 
     def _mix(
         self,

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from moejax.config.schema import ModelConfig
-from moejax.layout.layout import Layout
+from moejax.layout.layout import Axes, Layout
 from moejax.model.context import Rows
 from moejax.model.rope import Angles
 
@@ -23,11 +23,20 @@ class CacheSize(NamedTuple):
 
 
 class CacheArray(NamedTuple):
-    """An array of a cache, of all devices; slots come first, over `Layout.row_axes`."""
+    """An array of a cache, of all devices; slots come first.
+
+    Attributes:
+      axes: mesh axes that shard the first dimensions.
+    """
 
     shape: tuple[int, ...]
     dtype: str
-    spec: PartitionSpec
+    axes: tuple[Axes, ...]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Its sharding."""
+        return PartitionSpec(*(axes or None for axes in self.axes))
 
 
 class Mixer(Protocol):

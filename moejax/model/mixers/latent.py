@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import (
@@ -79,8 +78,7 @@ class LatentAttention(nnx.Module):
         """Returns what a cache holds of a block: latents [N, 1, S, Z], on every tensor rank."""
         assert cfg.kv_latent is not None
         shape = size.slots, 1, size.positions, cfg.kv_latent + cfg.rotated_channels
-        spec = P(layout.row_axes, None, layout.context or None)
-        return (CacheArray(shape, cfg.dtype, spec),)
+        return (CacheArray(shape, cfg.dtype, (layout.row_axes, (), layout.context)),)
 
     flops, channels = Attention.flops, Attention.channels
 
