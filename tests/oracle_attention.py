@@ -59,7 +59,10 @@ def _grouped(w, x, seen, cfg: Config):
     k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     score = jnp.einsum("BTHC,BSHC->BHTS", q, k) * scale_of_scores(cfg)
     chance = _chances(score, seen, w["sinks"] if model.attention_sinks else None)
-    y = jnp.einsum("BHTS,BSHC,HCD->BTD", chance, v, w["w_o"])
+    heads = jnp.einsum("BHTS,BSHC->BTHC", chance, v)
+    if model.attention_gate:
+        heads = heads / (1 + jnp.exp(-jnp.einsum("BTD,DHC->BTHC", x, w["w_gate"])))
+    y = jnp.einsum("BTHC,HCD->BTD", heads, w["w_o"])
     return y + w["b_o"] if model.attention_output_bias else y
 
 

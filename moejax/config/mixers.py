@@ -28,7 +28,7 @@ class MixerSizes(NamedTuple):
 def _grouped_matrices(model: ModelConfig) -> list[Matrix]:
     D, H, C = model.width, model.num_heads, model.head_width
     keys = (D, model.num_kv_heads * C)
-    return [(D, H * C), keys, keys, (H * C, D)]
+    return [(D, H * C)] * (2 if model.attention_gate else 1) + [keys, keys, (H * C, D)]
 
 
 def _latent_matrices(model: ModelConfig) -> list[Matrix]:

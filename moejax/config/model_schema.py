@@ -130,9 +130,16 @@ class ModelConfig:
         at_most=1,
     )
     norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
+    zero_centered_norms: bool = setting(
+        False,
+        "norms scale by 1 + weight, which begins at zero (Qwen3-Next); not in linear attention",
+    )
     qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
     attention_output_bias: bool = setting(False, "bias on the output projection of attention")
+    attention_gate: bool = setting(
+        False, "heads' results times sigmoid(h . w_gate), channel by channel (Qwen3-Next)"
+    )
     attention_sinks: bool = setting(
         False, "a learned logit per head in its softmax, without a value (gpt-oss)"
     )

@@ -22,7 +22,7 @@ from moejax.kernels.attention.attention import sliced_attention
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
-from moejax.model.layers import MLP, RMSNorm
+from moejax.model.layers import MLP, model_norm
 from moejax.model.mixers.table import MIXERS
 from moejax.model.rope import Angles, angles_at
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
@@ -39,9 +39,9 @@ class Block(nnx.Module):
         self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
     ):
         self.barriers = spec.barriers
-        self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        self.attention_norm = model_norm(cfg)
         self.attention = MIXERS[kind.mixer](cfg, kind.window, spec, rngs)
-        self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        self.mlp_norm = model_norm(cfg)
         self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
         hidden = cfg.mlp_hidden if kind.mlp == "dense" else moe.shared_width
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None

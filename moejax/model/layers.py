@@ -21,17 +21,28 @@ MLPWeights = tuple[Weight, Weight]  # [D, 2, F] and [F, D]
 
 
 class RMSNorm(nnx.Module):
-    """Scales to unit root mean square, in float32, then by a learned factor."""
+    """Scales to unit root mean square, in float32, then by a learned factor.
 
-    def __init__(self, width: int, epsilon: float, dims: str = "D"):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), dims=dims)
+    Attributes:
+      offset: what the factor is more than the stored scale, which begins at the rest of one.
+    """
+
+    def __init__(self, width: int, epsilon: float, dims: str = "D", offset: float = 0.0):
+        self.epsilon, self.offset = epsilon, offset
+        self.scale = nnx.Param(jnp.full((width,), 1 - offset, jnp.float32), dims=dims)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last dimension."""
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * inverse * replicated_weight(self.scale)).astype(x.dtype)
+        scale = replicated_weight(self.scale)
+        return (x32 * inverse * (self.offset + scale if self.offset else scale)).astype(x.dtype)
+
+
+def model_norm(cfg: ModelConfig, width: int | None = None, dims: str = "D") -> RMSNorm:
+    """Returns a norm of the model's form, of its width or another."""
+    offset = 1.0 if cfg.zero_centered_norms else 0.0
+    return RMSNorm(width or cfg.width, cfg.norm_epsilon, dims, offset)
 
 
 class MLP(nnx.Module):

@@ -30,6 +30,7 @@ LATENT = {"attention": "latent", "head_width": 6, "rope_width": 2, "value_width"
 LATENT |= {"kv_latent": 16, "num_layers": 2, "first_dense_layers": 1, "rope": YARN}
 DELTA = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=4, convolution=3)
 DELTA = {"linear": DELTA, "full_attention_every": 2, "num_layers": 2, "num_kv_heads": 2}
+DELTA |= {"attention_gate": True}
 FULL = {"num_kv_heads": 4, "qk_norm": "full", "num_layers": 2}
 CASES = {
     "grouped": ((1, 1, 1, 1), "sequence", GROUPED),

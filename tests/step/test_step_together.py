@@ -106,10 +106,14 @@ KINDS = [
         "model": {"predict_ahead": 1, "num_layers": 2, "first_dense_layers": 1},
         "train": {"predict_ahead_loss": 0.7},
     },
-    # A gated delta net in all but each second block (Qwen3-Next).
+    # A gated delta net in all but each second block, whose attention has a gate (Qwen3-Next).
     {
         "model": {
             "num_layers": 2,
+            "attention_gate": True,
+            "zero_centered_norms": True,
+            "qk_norm": "head",
+            "rope_width": 2,
             "full_attention_every": 2,
             "linear": LinearConfig(
                 form="gated_delta",

@@ -18,6 +18,11 @@ def check_attention(cfg: Config) -> None:
         )
     if model.is_linear:
         _check_linear(model)
+    require(
+        not (model.zero_centered_norms and model.qk_norm == "full"),
+        "`model.zero_centered_norms` is true and `model.qk_norm` is full. Norms over all heads are "
+        "not built in that form. Set model.qk_norm=head, or model.zero_centered_norms=false.",
+    )
     _check_rotated(model)
     every = model.full_attention_every
     require(

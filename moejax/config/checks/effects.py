@@ -151,9 +151,10 @@ _OF_MODEL: tuple[_Effect, ...] = (
         "`model.attention` is latent, where every head has keys and values of its own",
     ),
     (
-        "model.qk_norm model.attention_bias model.attention_output_bias model.attention_sinks",
+        "model.qk_norm model.attention_bias model.attention_output_bias model.attention_sinks "
+        "model.attention_gate",
         lambda cfg: not cfg.model.is_latent,
-        "`model.attention` is latent, which has norms on its latents, no biases and no sinks",
+        "`model.attention` is latent, which has norms on its latents, no biases, sinks or gate",
     ),
     (
         "model.full_attention_every",

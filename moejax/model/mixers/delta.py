@@ -150,7 +150,8 @@ class GatedDeltaNet(nnx.Module):
           The result of `__call__`, and the cache with the states behind the tokens.
         """
         R, T = rows.count_R.shape[0], rows.length
-        projected = Projected(*(x[0].reshape(R, T, *x.shape[2:]) for x in self._project(x_1tD)))
+        rows_of = (x[0].reshape(R, T, *x.shape[2:]) for x in self._project(x_1tD))
+        projected = Projected._make(rows_of)
         # A text that begins finds another's state in its slot.
         state_RHCV, q_RYGC, k_RYGC, v_RYHV = (
             jnp.where(rows.start_R.reshape(-1, 1, 1, 1) > 0, x if rows.every else x[rows.slot_R], 0)
@@ -174,7 +175,7 @@ class GatedDeltaNet(nnx.Module):
         of_heads = (self.w_beta, self.w_fade)
         projected = [project_to_heads(x_BTD, w, self.spec) for w in of_channels]
         projected += [product(x_BTD, gather_weight(w, self.spec)) for w in of_heads]
-        return Projected(*projected)
+        return Projected._make(projected)
 
     def _small(self) -> Small:
         q_GCX, k_GCX, v_HVX = (
@@ -210,7 +211,7 @@ class GatedDeltaNet(nnx.Module):
             g_BTH, beta_BTH = (jnp.where(is_token_BT[..., None], x, 0) for x in (g_BTH, beta_BTH))
         operands = (q_BTGC, k_BTGC, v_BTHV, g_BTH, beta_BTH)
         if past is not None and q_BTGC.shape[1] == 1:
-            y_BHV, state_BHCV = delta_step(*(x[:, 0] for x in operands), past.state_BHCV)
+            y_BHV, state_BHCV = delta_step(*(x[:, 0] for x in operands), state_BHCV=past.state_BHCV)
             y_BTHV = y_BHV[:, None]
         else:
             state = None if past is None else past.state_BHCV
