@@ -14,7 +14,7 @@ class BlockKind(NamedTuple):
 
     mlp: str  # "dense" or "moe"
     window: int | None = None  # positions that a query sees back; None: all
-    mixer: str = "grouped"  # a name of `config.mixers.MIXERS`
+    mixer: str = "grouped"  # a name of `MIXERS` in `model.block`
 
 
 Group = tuple[tuple[BlockKind, ...], int]  # a pattern, and how often it repeats

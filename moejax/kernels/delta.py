@@ -1,4 +1,4 @@
-"""The gated delta rule: linear attention whose state fades, and corrects what it holds of a key.
+"""The gated delta rule, a linear attention, and the short convolution in front of it.
 
 Per device. A head's state S [C, V] maps keys to values. At each position it fades, then moves what
 it holds of the key towards the value, then answers the query:
@@ -10,7 +10,8 @@ with g <= 0 and beta in [0, 1]. Source: Yang, Kautz, Hatamizadeh, Gated Delta Ne
 Training takes the positions in chunks. Inside a chunk the corrections depend on each other by a
 triangular matrix, inverted by products of its blocks; from chunk to chunk the state goes on. No
 exponent is positive, so nothing overflows. Legend: N chunks of Q positions (J: the earlier of two);
-G key heads of C channels; R value heads to each, H = G * R in all, of V channels.
+G key heads of C channels; R value heads to each, H = G * R in all, of V channels. The convolution
+sees X positions, a position's own and Y before it.
 """
 
 from collections.abc import Callable
@@ -95,6 +96,47 @@ def delta_step(
     u_BHV = beta_BH[..., None] * (v_BHV - held_BHV)
     state_BHCV = state_BHCV + k_BHC[..., None] * u_BHV[:, :, None]
     return jnp.einsum("bhc,bhcv->bhv", q_BHC, state_BHCV), state_BHCV
+
+
+def convolve(
+    x_BTHC: Float[Array, "B T H C"],
+    w_HCX: Float[Array, "H C X"],
+    segment_BT: Int[Array, "B T"] | None = None,
+    tail_BYHC: Float[Array, "B Y H C"] | None = None,
+) -> Float[Array, "B T H C"]:
+    """Returns each position's sum of the X positions up to its own, weighted, in float32.
+
+    Args:
+      w_HCX: in float32; the last weight is the position's own.
+      segment_BT: document of each position; a sum stays inside it. None: all of one.
+      tail_BYHC: the Y positions before the first, of its document; None: zeros.
+    """
+    T, X = x_BTHC.shape[1], w_HCX.shape[-1]
+    if tail_BYHC is None:
+        before = ((0, 0), (X - 1, 0), (0, 0), (0, 0))
+        joined_BSHC = jnp.pad(x_BTHC, before)
+    else:
+        joined_BSHC = jnp.concatenate([tail_BYHC, x_BTHC], axis=1)
+    y_BTHC = jnp.zeros((), jnp.float32)
+    for back in range(X):
+        # In float32 before the product, because the weight's gradient is a sum over positions.
+        shifted_BTHC = joined_BSHC[:, X - 1 - back : X - 1 - back + T].astype(jnp.float32)
+        if segment_BT is not None and back:
+            own_BT = jnp.pad(segment_BT[:, back:] == segment_BT[:, :-back], ((0, 0), (back, 0)))
+            shifted_BTHC = jnp.where(own_BT[:, :T, None, None], shifted_BTHC, 0)
+        y_BTHC += shifted_BTHC * w_HCX[..., X - 1 - back]
+    return y_BTHC
+
+
+def next_tail(
+    x_BTHC: Float[Array, "B T H C"],
+    tail_BYHC: Float[Array, "B Y H C"],
+    count_B: Int[Array, " B"],
+) -> Float[Array, "B Y H C"]:
+    """Returns the last positions of a tail and the first `count` positions behind it."""
+    joined_BSHC = jnp.concatenate([tail_BYHC.astype(x_BTHC.dtype), x_BTHC], axis=1)
+    place_BY = count_B[:, None] + jnp.arange(tail_BYHC.shape[1])
+    return jnp.take_along_axis(joined_BSHC, place_BY[:, :, None, None], axis=1)
 
 
 def _by_chunks(

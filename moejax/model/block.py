@@ -23,11 +23,19 @@ from moejax.kernels.kept import ATTENDED
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model.layers import MLP, model_norm
-from moejax.model.mixers.table import MIXERS
+from moejax.model.mixers.attention import Attention
+from moejax.model.mixers.delta import GatedDeltaNet
+from moejax.model.mixers.latent import LatentAttention
 from moejax.model.rope import Angles, angles_at
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
 
+# The mixers of tokens (`mixers.interface.Mixer`) by their names in a `BlockKind`.
+MIXERS: dict[str, Any] = {
+    "grouped": Attention,
+    "latent": LatentAttention,
+    "gated_delta": GatedDeltaNet,
+}
 # Calls a block's attention; returns its output, and the arrays for a cache.
 Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 

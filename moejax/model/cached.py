@@ -24,11 +24,10 @@ from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention.cached_attention import KEYS
 from moejax.layout.layout import Layout
-from moejax.model.block import Pattern
+from moejax.model.block import MIXERS, Pattern
 from moejax.model.context import Rows
 from moejax.model.layers import logits
 from moejax.model.mixers.interface import CacheArray, CacheSize
-from moejax.model.mixers.table import MIXERS
 from moejax.model.rope import angles_at
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config
 from moejax.layout.layout import is_product
-from moejax.model.mixers.table import MIXERS
+from moejax.model.block import MIXERS
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def check(cfg: Config, *, trained: bool = True) -> None:
     """
     check_no_secrets(cfg)
     check_effects(cfg)
+    _check_tables(cfg.model)
     check_size(cfg)
     _check_paths(cfg)
     check_attention(cfg)
@@ -88,7 +89,6 @@ def _check_paths(cfg: Config) -> None:
 
 def _check_blocks(cfg: Config) -> None:
     model = cfg.model
-    _check_tables(model)
     tables = model.layer_mlps or model.layer_attention
     pattern = 1 if tables else math.lcm(model.moe_every or 1, model.full_attention_every or 1)
     before = model.layers_before_stages

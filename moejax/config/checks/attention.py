@@ -27,8 +27,8 @@ def check_attention(cfg: Config) -> None:
     every = model.full_attention_every
     require(
         every is None or every <= model.num_layers,
-        f"`model.full_attention_every` = {every} leaves none of {model.num_layers} blocks full "
-        "attention. It must be at most `model.num_layers`; set none if none has it.",
+        f"`model.full_attention_every` = {every} leaves each of {model.num_layers} blocks "
+        "without full attention. It must be at most `model.num_layers`; set none if none has it.",
     )
     _check_rope(model.rope)
 

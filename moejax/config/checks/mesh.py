@@ -4,10 +4,9 @@ import dataclasses
 import math
 
 from moejax.config.checks.machine import machine_memory
-from moejax.config.checks.size import state_bytes
+from moejax.config.checks.size import MIXERS, state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression
-from moejax.config.mixers import MIXERS
 from moejax.config.parts import node_parts, sharing_counts
 from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config, MeshConfig
@@ -118,13 +117,14 @@ def _check_nodes(cfg: Config, num_devices: int) -> None:
 def check_tensor_axis(cfg: Config) -> None:
     """Checks that everything sharded over tensor divides by it."""
     model, moe, tensor = cfg.model, cfg.moe, cfg.mesh.tensor
-    sizes = {
+    sizes: dict[str, int] = {}
+    for mixer in dict.fromkeys(kind.mixer for kind in block_kinds(model)):
+        heads = MIXERS[mixer].heads(model)
+        sizes |= {f"model.{name}": size for name, size in heads.items()}
+    sizes |= {
         "model.vocab_size": model.vocab_size,
         "data.sequence_length": cfg.data.sequence_length,
     }
-    for mixer in {kind.mixer: None for kind in block_kinds(model)}:
-        heads = MIXERS[mixer].heads(model)
-        sizes |= {f"model.{name}": size for name, size in heads.items()}
     if model.has_dense_blocks:
         sizes["model.mlp_hidden"] = model.mlp_hidden
     if model.has_experts:

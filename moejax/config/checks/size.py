@@ -1,9 +1,9 @@
-"""Refuses impossible model sizes, from the settings alone."""
+"""Sizes of a model, from the settings alone: of its mixers of tokens, and of all; none too large."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from moejax.config.checks.text import require
-from moejax.config.mixers import MIXERS, Matrix
 from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config, ModelConfig
 
@@ -12,6 +12,63 @@ MAX_PARAMETERS = 10**14
 # Bytes of a float32 master, two moments of AdamW, and a gradient.
 BYTES_PER_PARAMETER = 16
 FROZEN_BYTES = {"float32": 4, "bfloat16": 2}  # of a parameter that is not trained
+
+
+Matrix = tuple[int, int]  # inputs and outputs
+
+
+class MixerSizes(NamedTuple):
+    """The sizes of a mixer of tokens by the settings of a model.
+
+    Attributes:
+      matrices: sides of the matrices of a block; norms, biases, sinks and convolutions are left
+        out.
+      heads: the settings that `mesh.tensor` divides, by name.
+    """
+
+    matrices: Callable[[ModelConfig], list[Matrix]]
+    heads: Callable[[ModelConfig], dict[str, int]]
+
+
+def _grouped_matrices(model: ModelConfig) -> list[Matrix]:
+    D, H, C = model.width, model.num_heads, model.head_width
+    keys = (D, model.num_kv_heads * C)
+    return [(D, H * C)] * (2 if model.attention_gate else 1) + [keys, keys, (H * C, D)]
+
+
+def _latent_matrices(model: ModelConfig) -> list[Matrix]:
+    D, H, C = model.width, model.num_heads, model.head_width
+    latent, rotated = model.kv_latent or 0, model.rotated_channels
+    q_latent = model.q_latent
+    return [
+        *([(D, H * C)] if q_latent is None else [(D, q_latent), (q_latent, H * C)]),
+        (D, latent + rotated),
+        (latent, H * (C - rotated + model.value_channels)),
+        (H * model.value_channels, D),
+    ]
+
+
+def _delta_matrices(model: ModelConfig) -> list[Matrix]:
+    D, linear = model.width, model.linear
+    keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
+    of_head = (D, linear.value_heads)
+    return [(D, keys), (D, keys), (D, values), (D, values), of_head, of_head, (values, D)]
+
+
+MIXERS: dict[str, MixerSizes] = {
+    "grouped": MixerSizes(
+        _grouped_matrices,
+        lambda model: {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads},
+    ),
+    "latent": MixerSizes(_latent_matrices, lambda model: {"num_heads": model.num_heads}),
+    "gated_delta": MixerSizes(
+        _delta_matrices,
+        lambda model: {
+            "linear.key_heads": model.linear.key_heads,
+            "linear.value_heads": model.linear.value_heads,
+        },
+    ),
+}
 
 
 def parameters_of(cfg: Config) -> int:

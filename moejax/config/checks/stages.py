@@ -48,12 +48,6 @@ def check_stages(cfg: Config) -> None:
         f"{stages}. It must be a multiple. Choose {multiples(train.micro_batches, stages)}; "
         "more micro-batches leave stages less idle.",
     )
-    require(
-        not model.predict_ahead or block_kinds(model)[-1].mixer != model.linear.form,
-        f"`model.predict_ahead` has a block of linear attention, as the last layer has, and "
-        f"`mesh.stage` is {stages}. Stages share the positions of that block, and a state does not "
-        "pass between them. Set model.predict_ahead=0 or mesh.stage=1.",
-    )
     slices = cfg.mesh.stage_slices
     pieces = cfg.mesh.tensor * stages * slices
     product = "mesh.tensor x mesh.stage" + " x mesh.stage_slices" * (slices > 1)
@@ -69,14 +63,26 @@ def check_stages(cfg: Config) -> None:
         "take turns, and recomputation from the input would add a third pass. Set "
         "mesh.stage_keeps=residuals, with model.remat=full to keep little, or another schedule.",
     )
-    if slices > 1:
-        _check_slices(cfg)
+    _check_parts(cfg)
     layer = cfg.compression.start_layer
     require(
         layer == 0,
         f"`compression.start_layer` is {layer}, and `mesh.stage` is {stages}. All stages run one "
         "program, so their layers have one codec. Set compression.start_layer=0.",
     )
+
+
+def _check_parts(cfg: Config) -> None:
+    """Checks that blocks can run on parts of the positions, where they have to."""
+    model = cfg.model
+    require(
+        not model.predict_ahead or block_kinds(model)[-1].mixer != model.linear.form,
+        "`model.predict_ahead` has a block of linear attention, as the last layer has, and "
+        f"`mesh.stage` is {cfg.mesh.stage}. Stages share the positions of that block, and a state "
+        "does not pass between them. Set model.predict_ahead=0 or mesh.stage=1.",
+    )
+    if cfg.mesh.stage_slices > 1:
+        _check_slices(cfg)
 
 
 def _check_slices(cfg: Config) -> None:

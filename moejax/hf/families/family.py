@@ -153,6 +153,7 @@ class Family:
       missing: values of missing keys whose part has no default.
       null: values of nulls by key; any other null of a key with a meaning is refused.
       ahead: key with the number of layers after the last that predict further tokens; "": none.
+      apart: prefix of tensors that predict further tokens in a form that is not read; "": none.
     """
 
     name: str
@@ -166,6 +167,7 @@ class Family:
     missing: Mapping[str, Any] = field(default_factory=dict)
     null: Mapping[str, Any] = field(default_factory=dict)
     ahead: str = ""
+    apart: str = ""
 
     @property
     def all_parts(self) -> tuple[Part, ...]:

@@ -14,7 +14,7 @@ from moejax.hf.families.attention import (
     LatentHeads,
     SoftmaxAttention,
 )
-from moejax.hf.families.blocks import FIRST_DENSE, LayerTypes, OneWindow, SparseStep
+from moejax.hf.families.blocks import FIRST_DENSE, LayerTypes, LinearTypes, OneWindow, SparseStep
 from moejax.hf.families.experts import (
     CHOICES,
     PAPER,
@@ -30,9 +30,11 @@ from moejax.hf.families.parts import Always, Same
 from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
     AHEAD,
+    DELTA,
     DENSE,
     EXPERTS,
     FUSED,
+    GATED,
     GROUPED,
     LATENT,
     NORMS,
@@ -41,6 +43,7 @@ from moejax.hf.families.tensors import (
     experts,
     fused_experts,
     mlp,
+    of_blocks,
     router,
     selection_bias,
 )
@@ -410,6 +413,58 @@ QWEN3 = Family(
     rules=PLAIN_RULES,
 )
 
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    parts=(
+        CHOICES,
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(partial="partial_rotary_factor", rotated=0.25),
+        SparseStep(),
+        DenseHidden(),
+        SharedExpert(),
+        LinearTypes("gated_delta"),
+        Same("linear_num_key_heads", "model.linear.key_heads"),
+        Same("linear_num_value_heads", "model.linear.value_heads"),
+        Same("linear_key_head_dim", "model.linear.key_width"),
+        Same("linear_value_head_dim", "model.linear.value_width"),
+        Same("linear_conv_kernel_dim", "model.linear.convolution"),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Always("attention_bias", False),
+        Balance("choices"),
+    ),
+    implied={
+        "model.qk_norm": "head",
+        "model.attention_gate": True,
+        "model.zero_centered_norms": True,
+    },
+    missing={
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    null={"layer_types": None, "mlp_only_layers": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        *NORMS,
+        *of_blocks("grouped", GATED),
+        *of_blocks("gated_delta", DELTA),
+        *DENSE,
+        *router("mlp."),
+        *mlp("mlp.shared_expert.", "moe"),
+        Rule("shared_gate", "mlp.shared_expert_gate.weight", "1 D"),
+    ),
+    experts=(EXPERTS, FUSED),
+    apart="mtp.",
+)
+
 FAMILIES = (
     MIXTRAL,
     OLMOE,
@@ -424,4 +479,5 @@ FAMILIES = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    QWEN3_NEXT,
 )

@@ -4,7 +4,7 @@ Queries, keys and values go through a convolution and SiLU; queries and keys are
 length. A head's state fades and is corrected by `kernels.delta`; what is read is normalised and
 gated. Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024); with more heads of values than
 of keys as in Qwen3-Next. Letters: G key heads of C channels, H value heads of V channels; X and Y
-as in `kernels.convolution`; N slots of a cache.
+as in `kernels.delta`; N slots of a cache.
 """
 
 import math
@@ -21,8 +21,7 @@ from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.adapters import product
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.convolution import convolve, next_tail
-from moejax.kernels.delta import CHUNK, delta_step, gated_delta
+from moejax.kernels.delta import CHUNK, convolve, delta_step, gated_delta, next_tail
 from moejax.kernels.kept import ATTENDED, INVERSES
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec

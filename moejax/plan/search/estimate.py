@@ -11,7 +11,7 @@ from moejax.config.checks.size import attention_parameters, mean_of_mixers
 from moejax.config.pattern import block_kinds, layer_groups
 from moejax.config.schema import Config, ModelConfig
 from moejax.layout.layout import Axes, Layout, build_layout
-from moejax.model.mixers.table import MIXERS
+from moejax.model.block import MIXERS
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.cost import group_of
 from moejax.step.pipeline.schedule import PipelineSchedule, build_schedule
