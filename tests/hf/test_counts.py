@@ -17,7 +17,8 @@ What `published.json` was compared with, because the files of the authors could 
 - Llama-3.1-8B: the copy in citsjtu2020/LLM-Prof, sglang/Model_Config.md; equal. Mistral-7B-v0.1,
   Qwen2.5-0.5B, Qwen3-0.6B: copies of whole files in public notes and scripts; equal.
 - GLM-4.5: sizes alone, from NVIDIA's page on Megatron Bridge. Qwen1.5-MoE-A2.7B: sizes alone, from
-  the defaults of transformers' `Qwen2MoeConfig`.
+  the defaults of transformers' `Qwen2MoeConfig`. Qwen3-Next-80B-A3B: sizes alone, from the defaults
+  of `Qwen3NextConfig`; base of the rotary positions and longest context from its model card.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
 """
 

@@ -1,4 +1,4 @@
-"""Sizes of a model, from the settings alone: of its mixers of tokens, and of all; none too large."""
+"""Sizes of a model, from the settings alone: of mixers of tokens, and of all; none too large."""
 
 from collections.abc import Callable
 from typing import NamedTuple

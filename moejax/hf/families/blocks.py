@@ -190,5 +190,10 @@ class LinearTypes:
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         if settings["model.linear.form"] != self.form:
             raise InputError(f"`model.linear.form` is {settings['model.linear.form']}")
-        sees = layer_attention(blocks_of(settings))
-        return {"layer_types": [FULL if seen == "full" else LINEAR for seen in sees]}
+        cfg = blocks_of(settings)
+        given = {key: base[key] for key in self.keys if key in base}
+        if given and blocks_of({**settings, **self.read(base)}) == cfg:
+            return given  # two files may say the same
+        return {
+            "layer_types": [FULL if seen == "full" else LINEAR for seen in layer_attention(cfg)]
+        }
