@@ -56,6 +56,8 @@ def oracle_loss(params, router_bias, batch, cfg: Config, noise: Noise | None = N
       noise: of the step, if routers have jitter.
     """
     model = cfg.model
+    if model.zero_centered_norms:
+        params = jax.tree_util.tree_map_with_path(_one_more, params)
     x = params["embedding"]["table"][batch.token_BT] * model.embedding_scale
     losses, loads, needed, index = 0.0, [], [], 0
     groups, all_biases = _groups(params, router_bias)
@@ -87,6 +89,12 @@ def oracle_loss(params, router_bias, batch, cfg: Config, noise: Noise | None = N
     load_LE, needed_LNE = (jnp.stack(own) if own else None for own in (loads, needed))
     parts = Parts(nll, ahead, load_LE, needed_LNE)
     return total + losses / max(len(loads), 1), parts
+
+
+def _one_more(path, x):
+    """The scale of a norm that is stored as what it is more than one."""
+    names = [str(getattr(key, "key", key)) for key in path]
+    return x + 1 if names[-1] == "scale" and names[-2].endswith("norm") else x
 
 
 def _nll(params, x, target_BT, cfg: Config):

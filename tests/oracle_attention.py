@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.config.schema import Config, RopeConfig
+from tests.oracle_delta import linear
 
 
 def attend(w, x, segments, block: int, cfg: Config):
@@ -22,6 +23,9 @@ def attend(w, x, segments, block: int, cfg: Config):
     full = every is not None and block % every == every - 1
     if model.layer_attention:
         full = model.layer_attention[block] == "full"
+    usual = "linear" if model.linear.form != "none" else "window"
+    if not full and (model.layer_attention or (usual,) * (block + 1))[block] == "linear":
+        return linear(w, x, segments, cfg)
     window = T if full else window
     back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     near = (back >= 0) & (back < window)
@@ -59,7 +63,10 @@ def _grouped(w, x, seen, cfg: Config):
     k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     score = jnp.einsum("BTHC,BSHC->BHTS", q, k) * scale_of_scores(cfg)
     chance = _chances(score, seen, w["sinks"] if model.attention_sinks else None)
-    y = jnp.einsum("BHTS,BSHC,HCD->BTD", chance, v, w["w_o"])
+    heads = jnp.einsum("BHTS,BSHC->BTHC", chance, v)
+    if model.attention_gate:
+        heads = heads / (1 + jnp.exp(-jnp.einsum("BTD,DHC->BTHC", x, w["w_gate"])))
+    y = jnp.einsum("BTHC,HCD->BTD", heads, w["w_o"])
     return y + w["b_o"] if model.attention_output_bias else y
 
 

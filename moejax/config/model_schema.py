@@ -47,6 +47,25 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LinearConfig:
+    """Linear attention: blocks whose heads keep a state in place of keys and values."""
+
+    form: str = setting(
+        "none",
+        "gated_delta: gated delta net (Qwen3-Next), in blocks without softmax attention, which are "
+        "all but each model.full_attention_every-th; none: no block has it",
+        choices=("none", "gated_delta"),
+    )
+    key_heads: int = setting(2, "heads of queries and keys", at_least=1)
+    value_heads: int = setting(4, "heads of values, with a state each; a multiple", at_least=1)
+    key_width: int = setting(32, "channels of a head of queries or keys", at_least=1)
+    value_width: int = setting(32, "channels of a head of values", at_least=1)
+    convolution: int = setting(
+        4, "positions that the convolution of queries, keys and values sees", at_least=1
+    )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The transformer around the experts."""
 
@@ -117,6 +136,10 @@ class ModelConfig:
         "(OLMo 2)",
         choices=("before", "after"),
     )
+    zero_centered_norms: bool = setting(
+        False,
+        "norms scale by 1 + weight, which begins at zero (Qwen3-Next); not in linear attention",
+    )
     qk_norm: str = setting(
         "none",
         "RMSNorm on queries and keys; full: over all heads; rotated: of each head, behind rotary "
@@ -135,6 +158,9 @@ class ModelConfig:
     )
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
     attention_output_bias: bool = setting(False, "bias on the output projection of attention")
+    attention_gate: bool = setting(
+        False, "heads' results times sigmoid(h . w_gate), channel by channel (Qwen3-Next)"
+    )
     attention_sinks: bool = setting(
         False, "a learned logit per head in its softmax, without a value (gpt-oss)"
     )
@@ -142,12 +168,14 @@ class ModelConfig:
         None, "positions that a query attends to, its own and earlier ones; none: all", at_least=1
     )
     full_attention_every: int | None = setting(
-        None, "each n-th block attends without the window (gpt-oss: 2)", at_least=2
+        None,
+        "each n-th block attends without the window (gpt-oss: 2), or at all (Qwen3-Next: 4)",
+        at_least=2,
     )
     layer_attention: tuple[str, ...] = setting(
         (),
         "attention of each layer, as a list, if full_attention_every cannot express it",
-        choices=("window", "full"),
+        choices=("window", "full", "linear"),
     )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
     init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -171,6 +199,12 @@ class ModelConfig:
         True, "one compiled block for all layers; false unrolls (slower compile)"
     )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
+    linear: LinearConfig = section(LinearConfig, "linear attention")
+
+    @property
+    def is_linear(self) -> bool:
+        """True if blocks have linear attention."""
+        return self.linear.form != "none"
 
     @property
     def is_latent(self) -> bool:

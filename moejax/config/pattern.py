@@ -14,6 +14,7 @@ class BlockKind(NamedTuple):
 
     mlp: str  # "dense" or "moe"
     window: int | None = None  # positions that a query sees back; None: all
+    mixer: str = "grouped"  # a name of `MIXERS` in `model.block`
 
 
 Group = tuple[tuple[BlockKind, ...], int]  # a pattern, and how often it repeats
@@ -21,22 +22,24 @@ Group = tuple[tuple[BlockKind, ...], int]  # a pattern, and how often it repeats
 
 def block_kinds(cfg: ModelConfig) -> list[BlockKind]:
     """Returns the kind of each block, in order."""
+    mixers = {
+        "full": (None, cfg.attention),
+        "window": (cfg.sliding_window, cfg.attention),
+        "linear": (None, cfg.linear.form),
+    }
     return [
-        BlockKind(
-            "moe" if mlp == "experts" else "dense",
-            None if sees == "full" else cfg.sliding_window,
-        )
+        BlockKind("moe" if mlp == "experts" else "dense", *mixers[sees])
         for mlp, sees in zip(cfg.mlps, layer_attention(cfg), strict=True)
     ]
 
 
 def layer_attention(cfg: ModelConfig) -> tuple[str, ...]:
-    """Returns "window" or "full" for each block."""
+    """Returns "window", "full" or "linear" for each block."""
     if cfg.layer_attention:
         return cfg.layer_attention
-    every = cfg.full_attention_every
+    every, usual = cfg.full_attention_every, "linear" if cfg.is_linear else "window"
     return tuple(
-        "full" if every is not None and (index + 1) % every == 0 else "window"
+        "full" if every is not None and (index + 1) % every == 0 else usual
         for index in range(cfg.num_layers)
     )
 
@@ -66,15 +69,19 @@ def shortest_mlps(mlps: tuple[str, ...]) -> dict[str, Any]:
 
 
 def shortest_attention(sees: tuple[str, ...], window: int | None) -> dict[str, Any]:
-    """Returns the shortest settings of blocks with "window" or "full" attention."""
-    if window is None or "window" not in sees:
-        return {"sliding_window": None, "full_attention_every": None, "layer_attention": ()}
-    places = [index for index, seen in enumerate(sees) if seen == "full"]
+    """Returns the shortest settings of blocks with "window", "full" or "linear" attention."""
+    if window is None:
+        sees = tuple("full" if seen == "window" else seen for seen in sees)
+    elif "window" not in sees:
+        window = None
     settings = {"sliding_window": window, "full_attention_every": None, "layer_attention": ()}
-    if not places:
+    usual = "linear" if "linear" in sees else "window"
+    places = [index for index, seen in enumerate(sees) if seen != usual]
+    if not places or usual not in sees:
         return settings
     every = places[0] + 1
-    if every > 1 and places == list(range(every - 1, len(sees), every)):
+    regular = every > 1 and places == list(range(every - 1, len(sees), every))
+    if regular and all(sees[index] == "full" for index in places):
         return settings | {"full_attention_every": every}
     return settings | {"layer_attention": sees}
 

@@ -116,6 +116,11 @@ def _check(tensor: Tensor) -> None:
             "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
             "weights."
         )
+    if tensor.rows is not None:
+        raise InputError(
+            f"the adapter of {tensor.path} has no place in peft's form: other parameters have rows "
+            f"of {tensor.name} too. Train without it in lora.targets, or export the merged weights."
+        )
     if not (is_fused(tensor.view) or tensor.name.endswith(WEIGHT)):
         raise InputError(
             f"the adapter of {tensor.name} has no place in peft's form: it adapts tensors whose "

@@ -101,11 +101,11 @@ def _check_tensors(folder: Folder, tensors: Iterable[Tensor]) -> None:
         more = f" So are {len(missing) - 1:,} more." if len(missing) > 1 else ""
         raise InputError(
             f"tensor {missing[0].name} is missing in {folder.path}. Expected shape "
-            f"{missing[0].view.shape}, found none.{more} A model of this config.json has it. Copy "
+            f"{missing[0].shape}, found none.{more} A model of this config.json has it. Copy "
             "the whole folder."
         )
     for tensor in tensors:
-        found, wanted = folder.weights[tensor.name].shape, tensor.view.shape
+        found, wanted = folder.weights[tensor.name].shape, tensor.shape
         if found != wanted:
             turned = " (transposed)" if found == wanted[::-1] else ""
             raise InputError(
@@ -231,7 +231,7 @@ def read_bounds(
 
     def fill(job: tuple[np.ndarray, Tensor]) -> None:
         place, tensor = job
-        tensor.view.fill(place, box, lambda ranges: folder.read(tensor.name, ranges))
+        tensor.fill(place, box, lambda ranges: folder.read(tensor.name, ranges))
 
     def jobs() -> Iterator[tuple[np.ndarray, Tensor]]:
         stacked = len(bounds) > len(dims)

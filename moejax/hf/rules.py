@@ -2,20 +2,21 @@
 
 A rule is data; the same rule reads and writes. Parameters of a layer group are stacked: repeat r of
 block J of a group is a layer, whose number stands in the tensors' names. Experts are either a
-tensor each, with their number in its name, or one tensor together.
+tensor each, with their number in its name, or one tensor together. A tensor may join the rows of
+several parameters: then each of them has a `Tensor` of that name.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moejax.config.pattern import layer_groups
+from moejax.config.pattern import block_kinds, layer_groups
 from moejax.config.schema import ModelConfig
 from moejax.errors import InputError
-from moejax.hf.views import View
+from moejax.hf.views import Bounds, Box, Read, View
 
 LAYER = "model.layers.{}."  # prefix of the names of a layer's tensors
 FLAT = "*"  # of a rule: one dimension of all letters
@@ -41,8 +42,10 @@ class Rule:
       dims: letters that each of its dimensions joins, with spaces between; "1" for one element.
       at: the position of a letter that the tensor lacks.
       paired: letter whose rotary channels are pairs in the tensor, and halves here.
-      block: "dense" or "moe" for the blocks it is about; "": all.
+      block: "dense", "moe" or the name of a mixer for the blocks it is about; "": all.
       wide: whether export keeps it in float32.
+      joins: parameters of the block whose rows the tensor has, in their order; (): its own alone.
+      each: a parameter and a letter: rows are joined for each of the letter by itself.
     """
 
     ours: str
@@ -52,6 +55,34 @@ class Rule:
     paired: str = ""
     block: str = ""
     wide: bool = False
+    joins: tuple[str, ...] = ()
+    each: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a tensor that one of its parameters has: as many of each equal part.
+
+    Attributes:
+      parts: number of the parts.
+      first, count: its rows of a part.
+      of_part: all rows of a part.
+    """
+
+    parts: int
+    first: int
+    count: int
+    of_part: int
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yields ranges of the tensor's rows, given a range of the parameter's."""
+        at = start
+        while at < stop:
+            part, place = divmod(at, self.count)
+            last = min(stop, (part + 1) * self.count)
+            row = part * self.of_part + self.first + place
+            yield row, row + last - at
+            at = last
 
 
 @dataclass(frozen=True)
@@ -81,6 +112,24 @@ class Tensor:
     repeat: int | None
     view: View
     wide: bool = False
+    rows: Rows | None = None  # where other parameters have rows too
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in files."""
+        own = self.view.shape
+        return own if self.rows is None else (self.rows.parts * self.rows.of_part, *own[1:])
+
+    def fill(self, out: np.ndarray, box: Box, read: Read) -> None:
+        """As `View.fill`; `read` returns parts of the tensor as it is in files."""
+
+        def own(ranges: Bounds) -> np.ndarray:
+            assert self.rows is not None
+            (start, stop), *others = ranges
+            pieces = [read((piece, *others)) for piece in self.rows.pieces(start, stop)]
+            return np.concatenate(pieces)
+
+        self.view.fill(out, box, read if self.rows is None else own)
 
     @property
     def index(self) -> Index:
@@ -96,13 +145,13 @@ class _Place:
 
     Attributes:
       own: its path below its block, or the whole path.
-      kind: "dense" or "moe", as its block; "" outside of blocks.
+      kinds: "dense" or "moe" and the mixer, as of its block; () outside of blocks.
       layers: numbers of the layers that it has, in the order they are stacked.
       stacked: whether these are in front of its dimensions.
     """
 
     own: str
-    kind: str = ""
+    kinds: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     stacked: bool = False
 
@@ -120,9 +169,12 @@ def tensors_of(
     stacks, found = stacks_of(model), []
     rotated = model.rope_width or model.head_width
     for parameter in parameters.values():
-        place = _place_of(parameter.path, parameters, stacks, model.num_layers)
-        chosen = [r for r in rules if r.ours == place.own and r.block in ("", place.kind)]
-        tensors = [t for rule in chosen for t in _expand(rule, parameter, place, rotated)]
+        place = _place_of(parameter.path, parameters, stacks, model)
+        chosen = [r for r in rules if r.ours == place.own and r.block in ("", *place.kinds)]
+        tensors = []
+        for rule in chosen:
+            found_rows = _rows(rule, parameter, place, parameters) if rule.joins else None
+            tensors += _expand(rule, parameter, place, rotated, found_rows)
         _check_covered(parameter, tensors)
         found += tensors
     return sorted(found, key=lambda tensor: _order(tensor.name))
@@ -147,17 +199,43 @@ def _place_of(
     path: str,
     parameters: Mapping[str, Parameter],
     stacks: Mapping[str, tuple[int, ...]],
-    after_last: int,
+    model: ModelConfig,
 ) -> _Place:
     match = BLOCK.fullmatch(path)
     if match is None:
-        return _Place(path, layers=(after_last,) if path.startswith(PREDICT_AHEAD) else ())
+        after_last = (model.num_layers,) if path.startswith(PREDICT_AHEAD) else ()
+        return _Place(path, layers=after_last)
     stack = match["stack"]
-    kind = "moe" if f"{stack}moe.w_router" in parameters else "dense"
-    return _Place(match["own"], kind, stacks[stack], stacked=True)
+    mlp = "moe" if f"{stack}moe.w_router" in parameters else "dense"
+    # The block of multi-token prediction is like the last.
+    mixer = block_kinds(model)[min(stacks[stack][0], model.num_layers - 1)].mixer
+    return _Place(match["own"], (mlp, mixer), stacks[stack], stacked=True)
 
 
-def _expand(rule: Rule, parameter: Parameter, place: _Place, rotated: int) -> Iterable[Tensor]:
+def _rows(
+    rule: Rule, parameter: Parameter, place: _Place, parameters: Mapping[str, Parameter]
+) -> Rows:
+    """Returns the rows that a parameter has of a tensor that joins several."""
+    block = parameter.path.removesuffix(place.own)
+
+    def letters(own: str) -> dict[str, int]:
+        found = parameters[block + own]
+        sizes = found.shape[len(found.shape) - len(found.dims) :]
+        return dict(zip(found.dims, sizes, strict=True))
+
+    # All have the same columns, so rows are to each other as their numbers are.
+    one = rule.dims.split()[0]
+    own = math.prod(letters(rule.ours)[letter] for letter in one)
+    columns = math.prod(letters(rule.ours).values()) // own
+    counts = [math.prod(letters(other).values()) // columns for other in rule.joins]
+    parts = 1 if rule.each is None else letters(rule.each[0])[rule.each[1]]
+    before = sum(counts[: rule.joins.index(rule.ours)])
+    return Rows(parts, before // parts, own // parts, sum(counts) // parts)
+
+
+def _expand(
+    rule: Rule, parameter: Parameter, place: _Place, rotated: int, rows: Rows | None
+) -> Iterable[Tensor]:
     """Yields the rule's tensors of one parameter: of each layer, and of each expert."""
     sizes = parameter.shape[len(parameter.shape) - len(parameter.dims) :]
     groups = (parameter.dims,) if rule.dims == FLAT else tuple(rule.dims.split())
@@ -171,7 +249,7 @@ def _expand(rule: Rule, parameter: Parameter, place: _Place, rotated: int) -> It
         for expert in range(view.size["E"]) if apart else (0,):
             name = prefix + rule.theirs.replace("{E}", str(expert))
             own = replace(view, at=(("E", expert), *rule.at)) if apart else view
-            yield Tensor(name, parameter.path, repeat, own, rule.wide)
+            yield Tensor(name, parameter.path, repeat, own, rule.wide, rows)
 
 
 def _check_covered(parameter: Parameter, tensors: list[Tensor]) -> None:

@@ -7,6 +7,7 @@ reads no other tensors.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -51,6 +52,21 @@ class PlacedTensor:
         """The end of its bytes in the file's data."""
         return self.start + bytes_of(self.tensor, self.dtype)
 
+    def pieces(self, values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields the tensor's values in runs, with their offsets in the file's data.
+
+        They are one run, unless other parameters have rows of the tensor too.
+        """
+        rows = self.tensor.rows
+        if rows is None:
+            yield self.start, values
+            return
+        of_row = bytes_of(self.tensor, self.dtype) // (rows.parts * rows.of_part)
+        at = 0
+        for start, stop in rows.pieces(0, len(values)):
+            yield self.start + start * of_row, values[at : at + stop - start]
+            at += stop - start
+
     def experts(self) -> Iterator["PlacedTensor"]:
         """Yields the tensor of each expert, if all of a layer are together in a large one.
 
@@ -79,7 +95,7 @@ class OutFile:
         for place in self.placed:
             facts[place.tensor.name] = {
                 "dtype": DTYPES[place.dtype][0],
-                "shape": list(place.tensor.view.shape),
+                "shape": list(place.tensor.shape),
                 "data_offsets": [place.start, place.stop],
             }
         text = json.dumps(facts, separators=(",", ":")).encode()
@@ -88,8 +104,8 @@ class OutFile:
 
 
 def bytes_of(tensor: Tensor, dtype: str) -> int:
-    """Returns a tensor's bytes."""
-    return tensor.view.elements * DTYPES[dtype][1].itemsize
+    """Returns a tensor's bytes in a file."""
+    return math.prod(tensor.shape) * DTYPES[dtype][1].itemsize
 
 
 def plan_files(
@@ -122,6 +138,9 @@ def plan_files(
     for tensor in tensors:
         own = "float32" if tensor.wide else dtype
         start = files[-1][-1].stop if files[-1] else 0
+        if files[-1] and files[-1][-1].tensor.name == tensor.name:  # of another parameter
+            files[-1].append(PlacedTensor(tensor, own, files[-1][-1].start))
+            continue
         if files[-1] and start + bytes_of(tensor, own) > file_bytes:
             files.append([])
             start = 0
@@ -214,11 +233,12 @@ class _Output:
 
     def write(self, place: PlacedTensor, values: np.ndarray) -> None:
         """Writes a tensor at its place; several threads may write."""
-        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        if data.nbytes != place.stop - place.start:
-            raise ValueError(f"{place.tensor.name} has another size")
+        if values.shape != place.tensor.view.shape:
+            raise ValueError(f"{place.tensor.name} has another shape")
         with writing(self._path):
-            _write_all(self._file.fileno(), data, len(self._header) + place.start)
+            for start, piece in place.pieces(values):
+                data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+                _write_all(self._file.fileno(), data, len(self._header) + start)
 
     def __exit__(self, *error: object) -> None:
         with self._file, writing(self._path):

@@ -9,3 +9,5 @@ PLACES = "places"
 ATTENDED = "attended"
 # Gate and up of hidden layers: of experts as many numbers as rows and twice the hidden width.
 GATE_AND_UP = "gate_and_up"
+# Inverses of a chunk's corrections (`kernels.delta`), from which backward computes the rest again.
+INVERSES = "inverses"

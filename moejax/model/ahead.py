@@ -17,7 +17,7 @@ from moejax.comm.weights.adapters import product
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.layout.spec import StepSpec
-from moejax.model.layers import RMSNorm
+from moejax.model.layers import model_norm
 
 
 class PredictAhead(nnx.Module):
@@ -28,11 +28,11 @@ class PredictAhead(nnx.Module):
         D = cfg.width
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         self.spec, self.group = spec, group
-        self.embedding_norm = RMSNorm(D, cfg.norm_epsilon)
-        self.hidden_norm = RMSNorm(D, cfg.norm_epsilon)
+        self.embedding_norm = model_norm(cfg)
+        self.hidden_norm = model_norm(cfg)
         # U counts what is joined: the embedding, then the hidden state.
         self.w_join = nnx.Param(normal(rngs.params(), (2, D, D), jnp.float32), dims="UDO")
-        self.norm = RMSNorm(D, cfg.norm_epsilon, divisor=cfg.logit_divisor)
+        self.norm = model_norm(cfg, divisor=cfg.logit_divisor)
 
     def join(
         self, embedding_BtD: Float[Array, "B t D"], h_BtD: Float[Array, "B t D"]

@@ -22,13 +22,20 @@ from moejax.kernels.attention.attention import sliced_attention
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
-from moejax.model.attention import Attention
-from moejax.model.latent import LatentAttention
-from moejax.model.layers import MLP, RMSNorm, scaled
+from moejax.model.layers import MLP, RMSNorm, model_norm, scaled
+from moejax.model.mixers.attention import Attention
+from moejax.model.mixers.delta import GatedDeltaNet
+from moejax.model.mixers.latent import LatentAttention
 from moejax.model.rope import Angles, angles_at
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
 
+# The mixers of tokens (`mixers.interface.Mixer`) by their names in a `BlockKind`.
+MIXERS: dict[str, Any] = {
+    "grouped": Attention,
+    "latent": LatentAttention,
+    "gated_delta": GatedDeltaNet,
+}
 # Calls a block's attention; returns its output, and the arrays for a cache.
 Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
@@ -41,10 +48,9 @@ class Block(nnx.Module):
     ):
         self.barriers = spec.barriers
         self.norms_after, self.residual_scale = cfg.block_norm == "after", cfg.residual_scale
-        self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        build_attention = LatentAttention if cfg.is_latent else Attention
-        self.attention = build_attention(cfg, kind.window, spec, rngs)
-        self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        self.attention_norm = model_norm(cfg)
+        self.attention = MIXERS[kind.mixer](cfg, kind.window, spec, rngs)
+        self.mlp_norm = model_norm(cfg)
         self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
         hidden = cfg.mlp_hidden if kind.mlp == "dense" else moe.shared_width
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None

@@ -1,4 +1,4 @@
-"""The model with a cache of keys and values: rows of new tokens, each behind a text in the cache.
+"""The model with a cache of keys, values and states: rows of tokens, each behind a text in it.
 
 Per device, inside shard_map. The blocks are the same as in training; only the call of their
 attention differs. A text lies in a slot of the cache, at positions from 0.
@@ -14,64 +14,51 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
 from moejax.comm.host import fetch_after
 from moejax.comm.weights.adapters import Weight
-from moejax.config.pattern import layer_groups
+from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention.cached_attention import KEYS
 from moejax.layout.layout import Layout
-from moejax.model.block import Pattern
+from moejax.model.block import MIXERS, Pattern
 from moejax.model.context import Rows
 from moejax.model.layers import logits
+from moejax.model.mixers.interface import CacheArray, CacheSize
 from moejax.model.rope import angles_at
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 
-# For each layer group, of one repeat, and each block of its pattern: arrays [N, G, S, ...] of N
-# slots and S places: keys and values, or latents with G = 1.
+# For each layer group, of one repeat, and each block of its pattern: the arrays of its mixer, of N
+# slots: keys and values, latents, or a state.
 Cache = list[list[tuple[Any, ...]]]
 
 
 def cache_shapes(
     cfg: ModelConfig, layout: Layout, *, slots: int, positions: int, chunk: int
 ) -> Cache:
-    """Returns the shapes of a cache for all devices.
+    """Returns the arrays of a cache for all devices, as `CacheArray`s.
 
     Layers with a window keep its positions alone: as many as the first token of a chunk sees behind
-    its last one. Where devices share sequences they keep all.
+    its last one. Where devices share sequences they keep all. Linear attention keeps a state.
 
     Args:
       positions: of a slot's text.
       chunk: the most tokens of a row.
     """
 
-    def of_block(window: int | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def of_block(kind: BlockKind) -> tuple[CacheArray, ...]:
         room = positions
-        if window is not None and not layout.context:
-            room = min(room, window - 1 + chunk)
+        if kind.window is not None and not layout.context:
+            room = min(room, kind.window - 1 + chunk)
         if room > KEYS and not layout.context:  # whole blocks of attention
             room = -(-room // KEYS) * KEYS
-        if cfg.is_latent:
-            assert cfg.kv_latent is not None
-            entries = [(1, cfg.kv_latent + cfg.rotated_channels)]
-        else:
-            entries = [(cfg.num_kv_heads, cfg.head_width)] * 2
-        dtype = jnp.dtype(cfg.dtype)
-        return tuple(jax.ShapeDtypeStruct((slots, G, room, C), dtype) for G, C in entries)
+        return MIXERS[kind.mixer].cache(cfg, CacheSize(slots, room), layout)
 
-    return [
-        [of_block(kind.window) for kind in kinds] for kinds, _ in layer_groups(cfg, stacked=False)
-    ]
-
-
-def cache_spec(cfg: ModelConfig, layout: Layout) -> P:
-    """Returns the sharding of a cache; a latent is of all heads, so every tensor rank has it."""
-    return P(layout.row_axes, None if cfg.is_latent else layout.tensor, layout.context or None)
+    return [[of_block(kind) for kind in kinds] for kinds, _ in layer_groups(cfg, stacked=False)]
 
 
 class Loads(NamedTuple):
@@ -156,7 +143,16 @@ def whole_logits(
     return wire.all_gather(logits(x_ND, w_Dv), model.spec.layout.tensor, dim=1)
 
 
-def cache_bytes(cache: Cache, cfg: ModelConfig, layout: Layout) -> int:
-    """Returns the bytes of a cache on each device."""
-    shards = layout.size(layout.token_axes) * (1 if cfg.is_latent else layout.size(layout.tensor))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache)) // shards
+def cache_bytes(cache: Cache, layout: Layout) -> int:
+    """Returns the bytes on each device of a cache of `CacheArray`s."""
+
+    def of_array(array: CacheArray) -> int:
+        shards = math.prod(layout.size(axes) for axes in array.axes)
+        return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize // shards
+
+    return sum(map(of_array, jax.tree.leaves(cache, is_leaf=is_cache_array)))
+
+
+def is_cache_array(node: Any) -> bool:
+    """Returns whether a node of a tree is a `CacheArray`, for `jax.tree.map`."""
+    return isinstance(node, CacheArray)

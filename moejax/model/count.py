@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config
-from moejax.kernels.costs import causal_pairs
 from moejax.layout.layout import is_product
+from moejax.model.block import MIXERS
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class Counts:
         often as they do.
       flops_per_token: FLOPs of a train step (forward and backward) per token. A multiply-add counts
         as two. Attention counts the pairs of positions inside the causal mask and the window,
-        across documents too. Recomputation is not counted. Frozen weights count with two products
-        of three, because they need no gradient, and adapters as products of their own.
+        across documents too; linear attention its states position by position. Recomputation is not
+        counted. Frozen weights count with two products of three, because they need no gradient, and
+        adapters as products of their own.
       trained: number of trained parameters: all, or the adapters'.
     """
 
@@ -62,11 +63,9 @@ def count(
     # model's output projection once more.
     kinds += kinds[-1:] * model.predict_ahead
     matmul += model.predict_ahead * model.vocab_size * model.width
-    pairs = sum(causal_pairs(T, kind.window) for kind in kinds)
-    channels = model.num_heads * (model.head_width + model.value_channels)
-    # Attention, of keys' and of values' channels alike: a product forward and two backward, of two
-    # FLOPs a channel and pair.
-    flops, trained = 6 * channels * pairs // T + 6 * matmul, total
+    mixed = sum(MIXERS[kind.mixer].flops(model, T, kind.window) for kind in kinds)
+    # Of each product forward there are two backward.
+    flops, trained = 3 * mixed // T + 6 * matmul, total
     if adapters:
         trained = sum(elements for _, elements in adapters.values())
         flops += 6 * sum(active_of(*factor) for factor in adapters.values()) - 2 * matmul

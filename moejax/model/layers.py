@@ -24,19 +24,31 @@ class RMSNorm(nnx.Module):
     """Scales to unit root mean square, in float32, then by a learned factor.
 
     Attributes:
+      offset: what the factor is more than the stored scale, which begins at the rest of one.
       divisor: divides the result, before it is rounded.
     """
 
-    def __init__(self, width: int, epsilon: float, dims: str = "D", divisor: float = 1.0):
-        self.epsilon, self.divisor = epsilon, divisor
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), dims=dims)
+    def __init__(
+        self, width: int, epsilon: float, dims: str = "D", offset: float = 0.0, divisor: float = 1.0
+    ):
+        self.epsilon, self.offset, self.divisor = epsilon, offset, divisor
+        self.scale = nnx.Param(jnp.full((width,), 1 - offset, jnp.float32), dims=dims)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last dimension."""
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        y32 = x32 * inverse * replicated_weight(self.scale)
+        scale = replicated_weight(self.scale)
+        y32 = x32 * inverse * (self.offset + scale if self.offset else scale)
         return (y32 if self.divisor == 1 else y32 / self.divisor).astype(x.dtype)
+
+
+def model_norm(
+    cfg: ModelConfig, width: int | None = None, dims: str = "D", divisor: float = 1.0
+) -> RMSNorm:
+    """Returns a norm of the model's form, of its width or another."""
+    offset = 1.0 if cfg.zero_centered_norms else 0.0
+    return RMSNorm(width or cfg.width, cfg.norm_epsilon, dims, offset, divisor)
 
 
 class MLP(nnx.Module):

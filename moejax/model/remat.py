@@ -11,7 +11,7 @@ from moejax.comm import wire
 from moejax.comm.host import MEMORY_KIND
 from moejax.comm.weights.shard import attach, detach, without
 from moejax.kernels.attention.attention import keep_attended
-from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
+from moejax.kernels.kept import ATTENDED, GATE_AND_UP, INVERSES, PLACES
 from moejax.layout.spec import StepSpec
 
 
@@ -28,8 +28,8 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "collectives": _keep(wire.TOKEN_WIRE, wire.WEIGHT_WIRE),
     "token_collectives": _keep(wire.TOKEN_WIRE),
-    "attention": _keep(wire.TOKEN_WIRE, ATTENDED),
-    "experts": _keep(wire.TOKEN_WIRE, ATTENDED, GATE_AND_UP),
+    "attention": _keep(wire.TOKEN_WIRE, ATTENDED, INVERSES),
+    "experts": _keep(wire.TOKEN_WIRE, ATTENDED, INVERSES, GATE_AND_UP),
 }
 
 

@@ -23,7 +23,7 @@ from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.block import Pattern, PositionShare, Slice
-from moejax.model.layers import Embedding, RMSNorm
+from moejax.model.layers import Embedding, model_norm
 from moejax.model.remat import in_turn, remat_policy
 from moejax.model.rope import Angles, angles_at
 from moejax.moe.layer import MoEStats
@@ -61,7 +61,7 @@ class Transformer(nnx.Module):
 
         groups = layer_groups(cfg, stacked=spec.stacked)
         self.groups = nnx.List([stack(kinds, repeats) for kinds, repeats in groups])
-        self.norm = RMSNorm(cfg.width, cfg.norm_epsilon, divisor=cfg.logit_divisor)
+        self.norm = model_norm(cfg, divisor=cfg.logit_divisor)
         # Behind `groups` in the order of names too: selection biases move in that order.
         self.predict_ahead = (
             PredictAhead(cfg, spec, rngs, stack(groups[-1][0][-1:], 1))

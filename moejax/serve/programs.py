@@ -197,13 +197,13 @@ class Programs:
     @cached_property
     def empty_cache(self) -> Any:
         """The jitted () -> a cache on the devices."""
-        shapes = self._cache_shapes
+        of_arrays = partial(jax.tree.map, is_leaf=cached.is_cache_array)
 
         def zeros() -> cached.Cache:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return of_arrays(lambda x: jnp.zeros(x.shape, x.dtype), self._cache_shapes)
 
-        sharding = NamedSharding(self.train_step.mesh, self._cache_spec)
-        return jax.jit(zeros, out_shardings=sharding)
+        place = partial(NamedSharding, self.train_step.mesh)
+        return jax.jit(zeros, out_shardings=jax.tree.map(place, self._cache_spec))
 
     def bytes_beside_weights(self) -> int:
         """Returns the bytes that a device holds beside the weights.
@@ -213,7 +213,7 @@ class Programs:
         """
         stacks = (self.stored.abstract.params, self.stored.abstract.frozen)
         largest = max(map(local_bytes, jax.tree.leaves(stacks)))
-        cache = cached.cache_bytes(self._cache_shapes, self.train_step.cfg.model, self._layout)
+        cache = cached.cache_bytes(self._cache_shapes, self._layout)
         if self.expert_slots:
             held = self.train_step.abstract
             layers = [(held.frozen or {}).get("groups", {}), held.params.get("groups", {})]
@@ -269,8 +269,9 @@ class Programs:
         return P(self._layout.token_axes)
 
     @property
-    def _cache_spec(self) -> P:
-        return cached.cache_spec(self.train_step.cfg.model, self._layout)
+    def _cache_spec(self) -> Any:
+        of_arrays = partial(jax.tree.map, is_leaf=cached.is_cache_array)
+        return of_arrays(lambda array: array.spec, self._cache_shapes)
 
     def program(self, key: Any, body: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
         """Maps per-device code over the mesh; returns the same function for the same key."""

@@ -45,11 +45,12 @@ def resolved(config: dict[str, Any], *, run: bool) -> dict[str, Any]:
         with torch.no_grad():
             model.float()(input_ids=torch.arange(TOKENS)[None])
     found = json.loads(made.to_json_string(use_diff=False))
-    if family not in LATENT:  # some models compute it from other keys
-        found["head_dim"] = model.model.layers[0].self_attn.head_dim
+    layers = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+    if family not in LATENT and layers:  # some models compute it from other keys
+        found["head_dim"] = layers[0].head_dim
     found.pop("transformers_version")
-    if run:
-        rope, scores = model.model.rotary_emb, model.model.layers[0].self_attn.scaling
+    if run and layers:
+        rope, scores = model.model.rotary_emb, layers[0].scaling
         frequencies = [float(f"{x:.9g}") for x in rope.inv_freq.tolist()]
         found["rope"] = [*frequencies, float(rope.attention_scaling), float(scores)]
     return found

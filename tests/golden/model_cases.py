@@ -86,6 +86,17 @@ def groups(number: int, chosen: int) -> dict:
     return {"n_group": number, "topk_group": chosen}
 
 
+def linear(keys: tuple[int, int], values: tuple[int, int], convolution: int = 4) -> dict:
+    """Linear attention: heads of keys and of values, each with its width."""
+    return {
+        "linear_num_key_heads": keys[0],
+        "linear_key_head_dim": keys[1],
+        "linear_num_value_heads": values[0],
+        "linear_value_head_dim": values[1],
+        "linear_conv_kernel_dim": convolution,
+    }
+
+
 CASES: dict[str, dict[str, dict]] = {
     "mixtral": {
         "window, top 1": {
@@ -463,6 +474,28 @@ CASES: dict[str, dict[str, dict]] = {
             "sliding_window": 9,
             "max_window_layers": 1,
             "vocab_size": 260,  # takes bytes
+        },
+    },
+    "qwen3_next": {
+        "one key head, first layer in full": {
+            **ODD,
+            **sizes(3, 20, head=8),
+            **experts("num_experts", 5, 2, (14, 10)),
+            **linear((1, 6), (3, 5), convolution=3),
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 10,
+            "partial_rotary_factor": 0.5,
+        },
+        # Few layers: norms that begin at zero are drawn near one here, and scale by two.
+        "even, the last layer in full": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **experts("num_experts", 24, 6, (16, 8)),
+            **linear((4, 6), (8, 4)),
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 8,
         },
     },
 }

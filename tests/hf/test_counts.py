@@ -23,7 +23,8 @@ What `published.json` was compared with, because the files of the authors could 
 - ERNIE-4.5-21B-A3B: sizes alone, from the defaults of transformers' config class, equal to those of
   public notes.
 - GLM-4.5: sizes alone, from NVIDIA's page on Megatron Bridge. Qwen1.5-MoE-A2.7B: sizes alone, from
-  the defaults of transformers' `Qwen2MoeConfig`.
+  the defaults of transformers' `Qwen2MoeConfig`. Qwen3-Next-80B-A3B: sizes alone, from the defaults
+  of `Qwen3NextConfig`; base of the rotary positions and longest context from its model card.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
 """
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from moejax.config.schema import RopeConfig
-from moejax.model.latent import LatentAttention, append_key, rotate_last
+from moejax.model.mixers.latent import LatentAttention, append_key, rotate_last
 from moejax.model.rope import angles_at, rotate
 from moejax.plan.trace.reader import collectives
 from tests.cases import small_config, step_for

@@ -110,9 +110,20 @@ def parts_and_gradients(ours: Ours, token_BT: np.ndarray) -> tuple[Any, dict[str
     target_BT = np.concatenate([token_BT[:, 1:], np.full_like(token_BT[:, :1], -1)], axis=1)
     batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
     gradients, parts = ours.train_step.gradients(ours.state, place(ours.train_step, batch))
-    arrays = flat(gradients)
-    return parts, {
-        tensor.name: tensor.view.to_tensor(np.asarray(arrays[tensor.path])[tensor.index])
-        for tensor in tensors_of(ours.family, ours.train_step)
-        if tensor.path in arrays
-    }
+    arrays, found = flat(gradients), {}
+    for tensor in tensors_of(ours.family, ours.train_step):
+        if tensor.path in arrays:
+            values = tensor.view.to_tensor(np.asarray(arrays[tensor.path])[tensor.index])
+            put_tensor(found, tensor, values)
+    return parts, found
+
+
+def put_tensor(found: dict[str, np.ndarray], tensor: Any, values: np.ndarray) -> None:
+    """Puts a tensor's values among those by name; several parameters may have rows of it."""
+    if tensor.rows is None:
+        found[tensor.name] = values
+        return
+    whole, at = found.setdefault(tensor.name, np.zeros(tensor.shape, values.dtype)), 0
+    for start, stop in tensor.rows.pieces(0, len(values)):
+        whole[start:stop] = values[at : at + stop - start]
+        at += stop - start

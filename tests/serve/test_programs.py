@@ -8,7 +8,7 @@ import pytest
 
 from moejax.comm.host import is_on_host
 from moejax.comm.jaxprs import inner_jaxprs, opened
-from moejax.config.schema import LoraConfig, MemoryConfig, MeshConfig, RopeConfig
+from moejax.config.schema import LinearConfig, LoraConfig, MemoryConfig, MeshConfig, RopeConfig
 from moejax.kernels.attention.cached_attention import KEYS
 from moejax.layout.route import ROUTES
 from moejax.moe.sizes import usual_sizes
@@ -28,9 +28,13 @@ WINDOW |= {"attention_sinks": True, "rope_width": 2, "attention_output_bias": Tr
 YARN = RopeConfig(scaling="yarn", factor=4.0, trained_length=8, mscale=1.0, mscale_all_dim=0.7)
 LATENT = {"attention": "latent", "head_width": 6, "rope_width": 2, "value_width": 4}
 LATENT |= {"kv_latent": 16, "num_layers": 2, "first_dense_layers": 1, "rope": YARN}
+DELTA = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=4, convolution=3)
+DELTA = {"linear": DELTA, "full_attention_every": 2, "num_layers": 2, "num_kv_heads": 2}
+DELTA |= {"attention_gate": True}
 FULL = {"num_kv_heads": 4, "qk_norm": "full", "num_layers": 2}
 CASES = {
     "window and sinks": ((1, 1, 1, 1), "sequence", WINDOW),
+    "gated delta net": ((1, 1, 1, 1), "sequence", DELTA),
     "latent on all axes": ((1, 2, 2, 2), "replicated", LATENT | {"q_latent": 8}),
 }
 MANY = {
@@ -39,6 +43,7 @@ MANY = {
     "grouped": ((1, 1, 1, 1), "sequence", GROUPED),
     "latent of queries too": ((1, 1, 1, 1), "sequence", LATENT | {"q_latent": 8}),
     "sinks on tensor": ((1, 1, 1, 4), "sequence", WINDOW | {"num_kv_heads": 4}),
+    "gated delta net on expert and tensor": ((1, 1, 2, 2), "sequence", DELTA),
     "latent on expert and tensor": ((1, 1, 2, 2), "sequence", LATENT),
 }
 
@@ -159,15 +164,23 @@ def test_slots_are_rounded_up_to_what_devices_share(slots, mesh, own):
     assert programs_for(small_config(mesh), slots, 1).slots == own
 
 
+PLACES = -(-5000 // KEYS) * KEYS
+
+
 @pytest.mark.parametrize(
     ("model", "numbers"),
     # A tensor rank has half of 4 heads, of keys and values of 4 channels; but the whole latent.
-    [(FULL, 2 * 2 * 2 * 4), (LATENT, 2 * (16 + 2))],
+    # Half of 4 states, and of what 2 positions have for the convolution.
+    [
+        (FULL, PLACES * 2 * 2 * 2 * 4),
+        (LATENT, PLACES * 2 * (16 + 2)),
+        (DELTA, PLACES * 2 * 1 * 4 + 2 * 6 * 4 + 2 * (2 * 6 + 2 * 4)),
+    ],
 )
 def test_bytes_of_a_cache_are_those_of_one_device(model, numbers):
     """Of two blocks; 8 slots on two devices of the expert axis, and two of the tensor axis."""
     programs = programs_for(small_config((1, 1, 2, 2), model=model), 8, 5000)
-    assert programs.bytes_beside_weights() == 4 * -(-5000 // KEYS) * KEYS * numbers * 4
+    assert programs.bytes_beside_weights() == 4 * numbers * 4
 
 
 def test_a_layer_with_a_window_keeps_what_a_piece_sees():

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config.schema import MoEConfig, RopeConfig
+from moejax.config.schema import LinearConfig, MoEConfig, RopeConfig
 from moejax.layout.route import ROUTES
 from tests.annotations import without_annotations
 from tests.cases import (
@@ -118,6 +118,25 @@ KINDS = [
             "logit_divisor": 1.7,
         }
     },
+    # A gated delta net in all but each second block, whose attention has a gate (Qwen3-Next).
+    {
+        "model": {
+            "num_layers": 2,
+            "attention_gate": True,
+            "zero_centered_norms": True,
+            "qk_norm": "head",
+            "rope_width": 2,
+            "full_attention_every": 2,
+            "linear": LinearConfig(
+                form="gated_delta",
+                key_heads=4,
+                value_heads=8,
+                key_width=6,
+                value_width=4,
+                convolution=3,
+            ),
+        }
+    },
 ]
 
 
@@ -136,6 +155,7 @@ CASES = [
     Case((2, 4, 1, 1), 4),
     Case((1, 2, 1, 4), kinds=(8, 11)),
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(9, 12, 13)),
+    Case((1, 2, 2, 2), 1, kinds=(12, 14)),
     # Without a capacity buckets overflow, or just do not.
     Case((1, 1, 8, 1), path="rounds"),
     Case((1, 1, 4, 2), 1, route="split", chunks=(3, 2), kinds=(11,), path="rounds"),
@@ -163,9 +183,9 @@ LAYOUTS = [("sequence", "hidden"), ("sequence", "folded"), ("sequence", "whole")
 LAYOUTS += [("replicated", "hidden"), ("replicated", "folded")]
 
 # Three axes, most kinds of blocks and losses, and overflow rounds: what `make test` runs.
-USUAL = [CASES[number] for number in (5, 16)]
+USUAL = [CASES[number] for number in (5, 17)]
 # For `make test-all CASES=every`.
-RARE = [CASES[number] for number in (10, 11, 12, *range(18, 23))]
+RARE = [CASES[number] for number in (10, 11, 12, *range(19, 24))]
 
 
 def how_often(case):

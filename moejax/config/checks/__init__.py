@@ -45,6 +45,7 @@ def check(cfg: Config, *, trained: bool = True) -> None:
     """
     check_no_secrets(cfg)
     check_effects(cfg)
+    _check_tables(cfg.model)
     check_size(cfg)
     _check_paths(cfg)
     check_attention(cfg)
@@ -88,7 +89,6 @@ def _check_paths(cfg: Config) -> None:
 
 def _check_blocks(cfg: Config) -> None:
     model = cfg.model
-    _check_tables(model)
     tables = model.layer_mlps or model.layer_attention
     pattern = 1 if tables else math.lcm(model.moe_every or 1, model.full_attention_every or 1)
     before = model.layers_before_stages
@@ -131,10 +131,23 @@ def _check_tables(model: ModelConfig) -> None:
         "`model.layer_mlps` names no block with experts, or `model.moe_every` is none. Leave the "
         "table out for a dense model, and moe_every at 1 with a table.",
     )
+    table = model.layer_attention
     require(
-        not model.layer_attention or "window" in model.layer_attention,
+        not table or not {"window", "linear"}.isdisjoint(table),
         "`model.layer_attention` leaves no block its window. Leave it out, and set "
         "model.sliding_window=none.",
+    )
+    require(
+        not table or ("linear" in table) == model.is_linear,
+        f"`model.layer_attention` has {table.count('linear')} blocks of linear attention, and "
+        f"`model.linear.form` is {model.linear.form}. Set the form of such blocks, or none "
+        "without them.",
+    )
+    require(
+        not model.is_linear or model.sliding_window is None or "window" in table,
+        f"`model.sliding_window` = {model.sliding_window} is of no block: with `model.linear.form` "
+        f"= {model.linear.form} others attend in full. Set it to none, or name blocks with a "
+        "window in model.layer_attention.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules of attention: its heads, latents and window, and rotary positions."""
+"""Rules of attention: its heads, latents and window, linear attention, rotary positions."""
 
 from moejax.config.checks.text import divisors_text, require
 from moejax.config.schema import Config, ModelConfig, RopeConfig
@@ -16,14 +16,30 @@ def check_attention(cfg: Config) -> None:
             f"{model.num_kv_heads}. Choose {divisors_text(model.num_heads)} for "
             "model.num_kv_heads.",
         )
+    if model.is_linear:
+        _check_linear(model)
+    require(
+        not (model.zero_centered_norms and model.qk_norm == "full"),
+        "`model.zero_centered_norms` is true and `model.qk_norm` is full. Norms over all heads are "
+        "not built in that form. Set model.qk_norm=head, or model.zero_centered_norms=false.",
+    )
     _check_rotated(model)
     every = model.full_attention_every
     require(
         every is None or every <= model.num_layers,
-        f"`model.full_attention_every` = {every} leaves each of {model.num_layers} blocks its "
-        "window. It must be at most `model.num_layers`; set none if all have one.",
+        f"`model.full_attention_every` = {every} leaves each of {model.num_layers} blocks "
+        "without full attention. It must be at most `model.num_layers`; set none if none has it.",
     )
     _check_rope(model.rope)
+
+
+def _check_linear(model: ModelConfig) -> None:
+    keys, values = model.linear.key_heads, model.linear.value_heads
+    require(
+        values % keys == 0,
+        f"`model.linear.value_heads` = {values} is not a multiple of `model.linear.key_heads` = "
+        f"{keys}. Choose {divisors_text(values)} for model.linear.key_heads.",
+    )
 
 
 def _check_latent(model: ModelConfig) -> None:

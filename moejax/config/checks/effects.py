@@ -1,12 +1,13 @@
 """Refuses changed settings that have no effect with the others."""
 
 from collections.abc import Callable
+from dataclasses import fields as fields_of
 
 from moejax.config.checks.mesh import expert_owners
 from moejax.config.checks.planned import is_planned
 from moejax.config.compression import GRADIENTS, NO_COMPRESSION, build_compression
 from moejax.config.fields import fields, get_value, short
-from moejax.config.schema import Config
+from moejax.config.schema import Config, LinearConfig
 from moejax.errors import InputError
 
 # Settings (names, or prefixes that end in . or _), whether a config uses them, the reason if not.
@@ -150,9 +151,10 @@ _OF_MODEL: tuple[_Effect, ...] = (
         "`model.attention` is latent, where every head has keys and values of its own",
     ),
     (
-        "model.qk_norm model.attention_bias model.attention_output_bias model.attention_sinks",
+        "model.qk_norm model.attention_bias model.attention_output_bias model.attention_sinks "
+        "model.attention_gate",
         lambda cfg: not cfg.model.is_latent,
-        "`model.attention` is latent, which has norms on its latents, no biases and no sinks",
+        "`model.attention` is latent, which has norms on its latents, no biases, sinks or gate",
     ),
     (
         "model.full_attention_every",
@@ -161,8 +163,13 @@ _OF_MODEL: tuple[_Effect, ...] = (
     ),
     (
         "model.full_attention_every model.layer_attention",
-        lambda cfg: cfg.model.sliding_window is not None,
+        lambda cfg: cfg.model.sliding_window is not None or cfg.model.is_linear,
         "`model.sliding_window` is none, so every block attends without a window",
+    ),
+    (
+        " ".join(f"model.linear.{field.name}" for field in fields_of(LinearConfig)[1:]),
+        lambda cfg: cfg.model.is_linear,
+        "`model.linear.form` is none, so no block has linear attention",
     ),
     *(
         (

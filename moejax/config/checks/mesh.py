@@ -4,10 +4,11 @@ import dataclasses
 import math
 
 from moejax.config.checks.machine import machine_memory
-from moejax.config.checks.size import state_bytes
+from moejax.config.checks.size import MIXERS, state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.parts import node_parts, sharing_counts
+from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError
 
@@ -116,13 +117,14 @@ def _check_nodes(cfg: Config, num_devices: int) -> None:
 def check_tensor_axis(cfg: Config) -> None:
     """Checks that everything sharded over tensor divides by it."""
     model, moe, tensor = cfg.model, cfg.moe, cfg.mesh.tensor
-    sizes = {
-        "model.num_heads": model.num_heads,
+    sizes: dict[str, int] = {}
+    for mixer in dict.fromkeys(kind.mixer for kind in block_kinds(model)):
+        heads = MIXERS[mixer].heads(model)
+        sizes |= {f"model.{name}": size for name, size in heads.items()}
+    sizes |= {
         "model.vocab_size": model.vocab_size,
         "data.sequence_length": cfg.data.sequence_length,
     }
-    if not model.is_latent:
-        sizes["model.num_kv_heads"] = model.num_kv_heads
     if model.has_dense_blocks:
         sizes["model.mlp_hidden"] = model.mlp_hidden
     if model.has_experts:
@@ -181,6 +183,11 @@ def check_context(cfg: Config) -> None:
         mesh.context_exchange == "gather" or not cfg.model.is_latent,
         "`mesh.context_exchange` is ring and `model.attention` is latent. Latents are narrow, so "
         "that gathering them sends less. Set mesh.context_exchange=gather.",
+    )
+    require(
+        not cfg.model.is_linear,
+        f"`mesh.context` is {mesh.context} and `model.linear.form` is {cfg.model.linear.form}. The "
+        "states of linear attention do not pass from device to device. Set mesh.context=1.",
     )
     own, ranks = length // mesh.context, mesh.tensor * mesh.stage
     require(

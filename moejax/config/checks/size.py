@@ -1,6 +1,10 @@
-"""Refuses impossible model sizes, from the settings alone."""
+"""Sizes of a model, from the settings alone: of mixers of tokens, and of all; none too large."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from moejax.config.checks.text import require
+from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config, ModelConfig
 
 # A hundred times the largest models that are published; the weights alone are 400 TB.
@@ -10,19 +14,76 @@ BYTES_PER_PARAMETER = 16
 FROZEN_BYTES = {"float32": 4, "bfloat16": 2}  # of a parameter that is not trained
 
 
+Matrix = tuple[int, int]  # inputs and outputs
+
+
+class MixerSizes(NamedTuple):
+    """The sizes of a mixer of tokens by the settings of a model.
+
+    Attributes:
+      matrices: sides of the matrices of a block; norms, biases, sinks and convolutions are left
+        out.
+      heads: the settings that `mesh.tensor` divides, by name.
+    """
+
+    matrices: Callable[[ModelConfig], list[Matrix]]
+    heads: Callable[[ModelConfig], dict[str, int]]
+
+
+def _grouped_matrices(model: ModelConfig) -> list[Matrix]:
+    D, H, C = model.width, model.num_heads, model.head_width
+    keys = (D, model.num_kv_heads * C)
+    return [(D, H * C)] * (2 if model.attention_gate else 1) + [keys, keys, (H * C, D)]
+
+
+def _latent_matrices(model: ModelConfig) -> list[Matrix]:
+    D, H, C = model.width, model.num_heads, model.head_width
+    latent, rotated = model.kv_latent or 0, model.rotated_channels
+    q_latent = model.q_latent
+    return [
+        *([(D, H * C)] if q_latent is None else [(D, q_latent), (q_latent, H * C)]),
+        (D, latent + rotated),
+        (latent, H * (C - rotated + model.value_channels)),
+        (H * model.value_channels, D),
+    ]
+
+
+def _delta_matrices(model: ModelConfig) -> list[Matrix]:
+    D, linear = model.width, model.linear
+    keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
+    of_head = (D, linear.value_heads)
+    return [(D, keys), (D, keys), (D, values), (D, values), of_head, of_head, (values, D)]
+
+
+MIXERS: dict[str, MixerSizes] = {
+    "grouped": MixerSizes(
+        _grouped_matrices,
+        lambda model: {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads},
+    ),
+    "latent": MixerSizes(_latent_matrices, lambda model: {"num_heads": model.num_heads}),
+    "gated_delta": MixerSizes(
+        _delta_matrices,
+        lambda model: {
+            "linear.key_heads": model.linear.key_heads,
+            "linear.value_heads": model.linear.value_heads,
+        },
+    ),
+}
+
+
 def parameters_of(cfg: Config) -> int:
     """Returns a model's number of parameters without norms and biases."""
     model, moe, D = cfg.model, cfg.moe, cfg.model.width
-    attention = attention_parameters(model)
+    mixers = [MIXERS[kind.mixer].matrices(model) for kind in block_kinds(model)]
     dense = 3 * D * model.mlp_hidden
     hidden = moe.num_experts * moe.expert_hidden + moe.shared_width
     sparse = D * moe.num_experts + 3 * D * hidden
     layers = model.expert_layers
     embedding = model.vocab_size * D * (1 if model.tie_embeddings else 2)
-    ahead = 2 * D * D + attention + (sparse if model.ends_in_experts else dense)
+    ahead = 2 * D * D + _products(mixers[-1]) + (sparse if model.ends_in_experts else dense)
     return (
         embedding
-        + model.num_layers * attention
+        + sum(map(_products, mixers))
         + (model.num_layers - layers) * dense
         + layers * sparse
         + model.predict_ahead * ahead
@@ -36,25 +97,20 @@ def state_bytes(cfg: Config) -> int:
     return each * parameters_of(cfg)
 
 
-def attention_parameters(model: ModelConfig) -> int:
-    """Returns the number of parameters of a block's attention, without norms, biases and sinks."""
-    return sum(inputs * outputs for inputs, outputs in attention_matrices(model))
+def attention_parameters(model: ModelConfig) -> float:
+    """Returns the parameters of the matrices of a block's mixer, a mean over the blocks."""
+    return mean_of_mixers(model, _products)
 
 
-def attention_matrices(model: ModelConfig) -> list[tuple[int, int]]:
-    """Returns the sides of each matrix of a block's attention: inputs and outputs."""
-    D, H, C = model.width, model.num_heads, model.head_width
-    if not model.is_latent:
-        keys = (D, model.num_kv_heads * C)
-        return [(D, H * C), keys, keys, (H * C, D)]
-    latent, rotated = model.kv_latent or 0, model.rotated_channels
-    q_latent = model.q_latent
-    return [
-        *([(D, H * C)] if q_latent is None else [(D, q_latent), (q_latent, H * C)]),
-        (D, latent + rotated),
-        (latent, H * (C - rotated + model.value_channels)),
-        (H * model.value_channels, D),
-    ]
+def mean_of_mixers(model: ModelConfig, of: Callable[[list[Matrix]], int]) -> float:
+    """Returns the mean over the blocks of a number that the matrices of a mixer have."""
+    kinds = block_kinds(model)
+    numbers = {kind.mixer: of(MIXERS[kind.mixer].matrices(model)) for kind in set(kinds)}
+    return sum(numbers[kind.mixer] for kind in kinds) / len(kinds)
+
+
+def _products(matrices: list[Matrix]) -> int:
+    return sum(inputs * outputs for inputs, outputs in matrices)
 
 
 def check_size(cfg: Config) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from moejax.config.checks.planned import is_planned
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.fields import get_value
-from moejax.config.pattern import layer_groups
+from moejax.config.pattern import block_kinds, layer_groups
 from moejax.config.schema import Config, ModelConfig
 
 
@@ -63,8 +63,7 @@ def check_stages(cfg: Config) -> None:
         "take turns, and recomputation from the input would add a third pass. Set "
         "mesh.stage_keeps=residuals, with model.remat=full to keep little, or another schedule.",
     )
-    if slices > 1:
-        _check_slices(cfg)
+    _check_parts(cfg)
     layer = cfg.compression.start_layer
     require(
         layer == 0,
@@ -73,9 +72,27 @@ def check_stages(cfg: Config) -> None:
     )
 
 
+def _check_parts(cfg: Config) -> None:
+    """Checks that blocks can run on parts of the positions, where they have to."""
+    model = cfg.model
+    require(
+        not model.predict_ahead or block_kinds(model)[-1].mixer != model.linear.form,
+        "`model.predict_ahead` has a block of linear attention, as the last layer has, and "
+        f"`mesh.stage` is {cfg.mesh.stage}. Stages share the positions of that block, and a state "
+        "does not pass between them. Set model.predict_ahead=0 or mesh.stage=1.",
+    )
+    if cfg.mesh.stage_slices > 1:
+        _check_slices(cfg)
+
+
 def _check_slices(cfg: Config) -> None:
     """Refuses settings that slices of a sequence do not support."""
     slices = f"`mesh.stage_slices` is {cfg.mesh.stage_slices}"
+    require(
+        not cfg.model.is_linear,
+        f"`model.linear.form` is {cfg.model.linear.form}, and {slices}. The states of linear "
+        "attention do not pass from slice to slice. Set mesh.stage_slices=1.",
+    )
     usual = (
         ("mesh.schedule", "1f1b", "Slices go back in the opposite order, in 1f1b alone."),
         ("mesh.stage_keeps", "residuals", "Backward of a slice needs keys that forward made."),

@@ -11,12 +11,12 @@ from moejax.config.pattern import (
     shortest_attention,
     shortest_mlps,
 )
-from moejax.config.schema import ModelConfig
+from moejax.config.schema import LinearConfig, ModelConfig
 from moejax.errors import InputError
 from moejax.hf.families.parts import Config, Same, Settings, whole_number
 
 FIRST_DENSE = Same("first_k_dense_replace", "model.first_dense_layers")  # the others have experts
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,9 @@ class LayerRange:
 def blocks_of(settings: Settings) -> ModelConfig:
     """Returns a config with the settings of a model's blocks; others have defaults."""
     names = ("num_layers", "sliding_window", *shortest(ModelConfig()))
-    return ModelConfig(**{name: settings[f"model.{name}"] for name in dict.fromkeys(names)})
+    linear = LinearConfig(form=settings.get("model.linear.form", "none"))
+    own = {name: settings[f"model.{name}"] for name in dict.fromkeys(names)}
+    return ModelConfig(**own, linear=linear)
 
 
 @dataclass(frozen=True)
@@ -249,3 +251,47 @@ class LayerTypes:
         if self.switch:
             keys[self.switch] = window is not None
         return keys
+
+
+@dataclass(frozen=True)
+class LinearTypes:
+    """Linear attention in some blocks, which `layer_types` lists, or all but each n-th.
+
+    Attributes:
+      form: value of `model.linear.form`.
+      every: n, where the file does not say.
+    """
+
+    form: str
+    every: int = 4
+    keys: tuple[str, ...] = ("layer_types", "full_attention_interval")
+
+    def read(self, config: Config) -> dict[str, Any]:
+        layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
+        if given is None:
+            every = whole_number({"full_attention_interval": self.every, **config}, self.keys[1])
+            given = [LINEAR if (index + 1) % every else FULL for index in range(layers)]
+        if (
+            not isinstance(given, Sequence)
+            or len(given) != layers
+            or not {FULL, LINEAR}.issuperset(given)
+            or LINEAR not in given
+        ):
+            raise InputError(
+                f"`layer_types` is {short(given)}. It must say {LINEAR} or {FULL} for each of "
+                f"{layers} layers, and {LINEAR} for some. Correct config.json."
+            )
+        sees = tuple("full" if kind == FULL else "linear" for kind in given)
+        found = {f"model.{key}": value for key, value in shortest_attention(sees, None).items()}
+        return {"model.linear.form": self.form, **found}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        if settings["model.linear.form"] != self.form:
+            raise InputError(f"`model.linear.form` is {settings['model.linear.form']}")
+        cfg = blocks_of(settings)
+        given = {key: base[key] for key in self.keys if key in base}
+        if given and blocks_of({**settings, **self.read(base)}) == cfg:
+            return given  # two files may say the same
+        return {
+            "layer_types": [FULL if seen == "full" else LINEAR for seen in layer_attention(cfg)]
+        }

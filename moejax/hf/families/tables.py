@@ -8,7 +8,7 @@ Muennighoff et al. 2024 (OLMoE), Qwen team 2024 and 2025, OpenAI 2025 (gpt-oss),
 
 from moejax.hf.families.attention import KEY_VALUE_HEADS, BothBiases, HeadWidth, ScoreScale
 from moejax.hf.families.biased import DOTS1, ERNIE4_5_MOE, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
-from moejax.hf.families.blocks import LayerTypes, OneWindow, SparseStep
+from moejax.hf.families.blocks import LayerTypes, LinearTypes, OneWindow, SparseStep
 from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
 from moejax.hf.families.family import Family
@@ -16,14 +16,17 @@ from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
 from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope
 from moejax.hf.families.tensors import (
+    DELTA,
     DENSE,
     EXPERTS,
     FUSED,
+    GATED,
     GROUPED,
     NORMS,
     ROOT,
     SPARSE_EXPERTS,
     mlp,
+    of_blocks,
     router,
 )
 from moejax.hf.rules import Rule
@@ -263,6 +266,58 @@ GRANITE_MOE = Family(
     ),
 )
 
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    parts=(
+        CHOICES,
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(partial="partial_rotary_factor", rotated=0.25),
+        SparseStep(),
+        DenseHidden(),
+        SharedExpert(),
+        LinearTypes("gated_delta"),
+        Same("linear_num_key_heads", "model.linear.key_heads"),
+        Same("linear_num_value_heads", "model.linear.value_heads"),
+        Same("linear_key_head_dim", "model.linear.key_width"),
+        Same("linear_value_head_dim", "model.linear.value_width"),
+        Same("linear_conv_kernel_dim", "model.linear.convolution"),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Always("attention_bias", False),
+        Balance("choices"),
+    ),
+    implied={
+        "model.qk_norm": "head",
+        "model.attention_gate": True,
+        "model.zero_centered_norms": True,
+    },
+    missing={
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    null={"layer_types": None, "mlp_only_layers": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        *NORMS,
+        *of_blocks("grouped", GATED),
+        *of_blocks("gated_delta", DELTA),
+        *DENSE,
+        *router("mlp."),
+        *mlp("mlp.shared_expert.", "moe"),
+        Rule("shared_gate", "mlp.shared_expert_gate.weight", "1 D"),
+    ),
+    experts=(EXPERTS, FUSED),
+    ahead_tensors=r"mtp\..+",
+)
+
 FAMILIES = (
     MIXTRAL,
     OLMOE,
@@ -285,4 +340,5 @@ FAMILIES = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    QWEN3_NEXT,
 )

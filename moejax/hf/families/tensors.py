@@ -46,6 +46,40 @@ LATENT = (
     Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
 )
 
+# Queries of a head, then its gate.
+WITH_GATE = ("attention.w_q", "attention.w_gate")
+GATED = (
+    *(
+        Rule(own, "self_attn.q_proj.weight", "HC D", joins=WITH_GATE, each=("attention.w_q", "H"))
+        for own in WITH_GATE
+    ),
+    *(rule for rule in GROUPED if rule.ours != "attention.w_q"),
+)
+# Of each key head its query, its key, the values and the gates of its value heads.
+_CONVOLVED = tuple(f"attention.convolve_{name}" for name in "qkv")
+_JOINED = tuple(f"attention.w_{name}" for name in ("q", "k", "v", "gate"))
+_OF_HEADS = ("attention.w_beta", "attention.w_fade")
+_EACH = ("attention.w_q", "G")
+_DIMS = ("GC", "GC", "HC", "HC")
+DELTA = (
+    *(
+        Rule(own, "linear_attn.in_proj_qkvz.weight", f"{dims} D", joins=_JOINED, each=_EACH)
+        for own, dims in zip(_JOINED, _DIMS, strict=True)
+    ),
+    *(
+        Rule(own, "linear_attn.in_proj_ba.weight", "H D", joins=_OF_HEADS, each=_EACH)
+        for own in _OF_HEADS
+    ),
+    *(
+        Rule(own, "linear_attn.conv1d.weight", f"{dims} 1 X", joins=_CONVOLVED)
+        for own, dims in zip(_CONVOLVED, _DIMS, strict=False)
+    ),
+    Rule("attention.log_rate", "linear_attn.A_log"),
+    Rule("attention.fade_bias", "linear_attn.dt_bias"),
+    Rule("attention.scale", "linear_attn.norm.weight"),
+    Rule("attention.w_o", "linear_attn.out_proj.weight", "D HC"),
+)
+
 # Multi-token prediction: a layer after the last, with norms and a projection of its own. Files of
 # DeepSeek-V3 hold the embedding and the head there once more.
 AHEAD = (
@@ -58,6 +92,11 @@ AHEAD_COPIES = (
     Rule("embedding.table", "embed_tokens.weight", "V D"),
     Rule("embedding.project", "shared_head.head.weight", "V D"),
 )
+
+
+def of_blocks(kind: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Returns rules for the blocks of one kind, as of `Rule.block`."""
+    return tuple(replace(rule, block=kind) for rule in rules)
 
 
 def mlp(prefix: str, block: str) -> tuple[Rule, ...]:

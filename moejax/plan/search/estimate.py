@@ -5,12 +5,13 @@ pipeline stages all layers count as the stages'.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from moejax.config.checks.size import attention_matrices, attention_parameters
-from moejax.config.pattern import layer_groups
-from moejax.config.schema import Config
+from moejax.config.checks.size import attention_parameters, mean_of_mixers
+from moejax.config.pattern import block_kinds, layer_groups
+from moejax.config.schema import Config, ModelConfig
 from moejax.layout.layout import Axes, Layout, build_layout
+from moejax.model.block import MIXERS
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.cost import group_of
 from moejax.step.pipeline.schedule import PipelineSchedule, build_schedule
@@ -75,7 +76,7 @@ class Estimate:
         def mlp(hidden: int) -> float:
             return rank * (2.0 * model.width + 3.0 * hidden)
 
-        attention = 1.0 * rank * sum(map(sum, attention_matrices(model)))
+        attention = rank * mean_of_mixers(model, lambda matrices: sum(map(sum, matrices)))
         shared = mlp(moe.shared_width) if moe.shared_width else 0.0
         dense = share * shared + (1 - share) * mlp(model.mlp_hidden)
         return attention + dense, share * moe.num_experts * mlp(moe.expert_hidden)
@@ -160,7 +161,7 @@ class Estimate:
         rows = self.tokens / layout.size(layout.tensor)
         rows *= moe.experts_per_token * (1.5 if model.has_experts else 0)
         hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
-        channels = 2 * model.num_heads * (model.head_width + model.value_channels)
+        channels, _ = _mixers(model, self.cfg.data.sequence_length)
         attention = self.tokens * channels / layout.size(layout.tensor)
         keys = 2 * self._seen_keys() * (self.cfg.mesh.context_exchange == "gather")
         return WIDTHS[model.dtype] * (hidden + attention + keys) + 6 * self._passed()
@@ -324,11 +325,8 @@ class Estimate:
         active = dense + experts * moe.experts_per_token / moe.num_experts
         recomputed = 0 if model.remat in ("none", "dots", "experts") else 1
         recomputed += self.stages > 1 and self.cfg.mesh.stage_keeps == "input"
-        channels = model.num_heads * (model.head_width + model.value_channels)
-        positions = channels * self.cfg.data.sequence_length / 2
-        flops = (
-            (3 + recomputed) * 2 * self.tokens * (active + positions) / layout.size(layout.tensor)
-        )
+        _, mixed = _mixers(model, self.cfg.data.sequence_length)
+        flops = (3 + recomputed) * self.tokens * (2 * active + mixed) / layout.size(layout.tensor)
         device = self.topology.device
         rate = device.product_rate(model.dtype, flops / 20)
         local = self.tokens / layout.size(layout.tensor)
@@ -418,3 +416,12 @@ class Estimate:
     def _cost(self, kind: str, size: float, axes: Axes) -> float:
         group = group_of(self.topology, self.layout, axes)
         return 0.0 if group is None else max(self.topology.seconds(kind, size, *group))
+
+
+@lru_cache(maxsize=16)
+def _mixers(model: ModelConfig, length: int) -> tuple[float, float]:
+    """Returns a block's mean of `Mixer.channels`, and of FLOPs forward a token, without windows."""
+    mixers = [MIXERS[kind.mixer] for kind in block_kinds(model)]
+    channels = sum(mixer.channels(model) for mixer in mixers)
+    flops = sum(mixer.flops(model, length, None) for mixer in mixers)
+    return channels / len(mixers), flops / len(mixers) / length

@@ -15,14 +15,17 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.adapters import product, shape_of
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
+from moejax.kernels.costs import causal_pairs
+from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model import context
-from moejax.model.layers import RMSNorm
+from moejax.model.layers import model_norm
+from moejax.model.mixers.interface import CacheArray, CacheSize
 from moejax.model.rope import Angles, rotate, scale_of_scores
 
 
 class Attention(nnx.Module):
-    """Attention with rotary positions and optional biases, sinks and QK-norm.
+    """Attention with rotary positions and optional biases, sinks, QK-norm and output gate.
 
     Attributes:
       window: positions that a query sees back, itself included; None: all.
@@ -37,6 +40,8 @@ class Attention(nnx.Module):
         self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
         self.w_v = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
         self.w_o = nnx.Param(out(rngs.params(), (H, C, D)), dims="HCD")
+        if cfg.attention_gate:
+            self.w_gate = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
         if cfg.attention_bias:
             self.b_q = nnx.Param(jnp.zeros((H, C)), dims="HC")
             self.b_k = nnx.Param(jnp.zeros((G, C)), dims="GC")
@@ -46,11 +51,28 @@ class Attention(nnx.Module):
         if cfg.attention_sinks:
             self.sinks = nnx.Param(normal(rngs.params(), (H,)), dims="H")
         if cfg.qk_norm in ("head", "rotated"):
-            self.q_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
-            self.k_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
+            self.q_norm, self.k_norm = (model_norm(cfg, C, dims="C") for _ in range(2))
         elif cfg.qk_norm == "full":
             self.q_norm = FullNorm((H, C), cfg.norm_epsilon, "HC", spec)
             self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", spec)
+
+    @staticmethod
+    def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
+        """Returns what a cache holds of a block: keys and values [N, G, S, C]."""
+        shape = size.slots, cfg.num_kv_heads, size.positions, cfg.head_width
+        axes = layout.row_axes, layout.tensor, layout.context
+        return (CacheArray(shape, cfg.dtype, axes),) * 2
+
+    @staticmethod
+    def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
+        """Returns the FLOPs of scores and means of a sequence, forward."""
+        channels = cfg.num_heads * (cfg.head_width + cfg.value_channels)
+        return 2 * channels * causal_pairs(length, window)
+
+    @staticmethod
+    def channels(cfg: ModelConfig) -> int:
+        """Returns the channels of queries, keys, values and results."""
+        return 2 * cfg.num_heads * (cfg.head_width + cfg.value_channels)
 
     def __call__(
         self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
@@ -61,7 +83,7 @@ class Attention(nnx.Module):
 
     def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
         """Returns the keys and values of these positions, [B, T, G, C] each."""
-        return self._project(x_BtD, angles)[1:]
+        return self._project(x_BtD, angles)[1:3]
 
     def in_slice(
         self, x_BtD: Float[Array, "B t D"], angles: Angles, attend: Callable[..., jax.Array]
@@ -78,8 +100,9 @@ class Attention(nnx.Module):
         return self._attend(x_BtD, angles, attend)
 
     def _attend(self, x_BtD: jax.Array, angles: Angles, attend: Callable[..., jax.Array]) -> Any:
-        q_BTHC, k_BSGC, v_BSGC = self._project(x_BtD, angles)
-        return self._leave(attend(q_BTHC, k_BSGC, v_BSGC, **self._form())), (k_BSGC, v_BSGC)
+        q_BTHC, k_BSGC, v_BSGC, gate_BTHC = self._project(x_BtD, angles)
+        y_BTHC = attend(q_BTHC, k_BSGC, v_BSGC, **self._form())
+        return self._leave(y_BTHC, gate_BTHC), (k_BSGC, v_BSGC)
 
     def extend(
         self,
@@ -97,15 +120,17 @@ class Attention(nnx.Module):
           The result of `__call__`, and the cache with the tokens' own keys and values.
         """
         T, layout = rows.length, self.spec.layout
-        q_RTHC, k_RTGC, v_RTGC = (
-            x[0].reshape(-1, T, *x.shape[2:]) for x in self._project(x_1tD, angles)
-        )
+        *projected, gate_1MHC = self._project(x_1tD, angles)
+        q_RTHC, k_RTGC, v_RTGC = (x[0].reshape(-1, T, *x.shape[2:]) for x in projected)
         k_NGSC, v_NGSC = context.put_own(cache, (k_RTGC, v_RTGC), rows, layout)
         y_RTHC = context.attend_cached(q_RTHC, k_NGSC, v_NGSC, rows, layout, **self._form())
-        return self._leave(y_RTHC.reshape(1, -1, *y_RTHC.shape[2:])), (k_NGSC, v_NGSC)
+        y_1MHC = y_RTHC.reshape(1, -1, *y_RTHC.shape[2:])
+        return self._leave(y_1MHC, gate_1MHC), (k_NGSC, v_NGSC)
 
-    def _project(self, x_BtD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values of this rank's heads at all positions, rotated."""
+    def _project(
+        self, x_BtD: jax.Array, angles: Angles
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Queries, keys, values and gates of this rank's heads at all positions, rotated."""
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
         q_BTHC = project_to_heads(x_BTD, self.w_q, self.spec)
         k_BSGC = project_to_heads(x_BTD, self.w_k, self.spec)
@@ -119,31 +144,29 @@ class Attention(nnx.Module):
         q_BTHC, k_BSGC = rotate(q_BTHC, angles), rotate(k_BSGC, angles)
         if self.cfg.qk_norm == "rotated":
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
-        return q_BTHC, k_BSGC, v_BSGC
+        gated = self.cfg.attention_gate
+        gate_BTHC = project_to_heads(x_BTD, self.w_gate, self.spec) if gated else None
+        return q_BTHC, k_BSGC, v_BSGC, gate_BTHC
 
     def _form(self) -> dict[str, Any]:
         """Returns the arguments of attention besides queries, keys and values."""
+        has_sinks = self.cfg.attention_sinks
         return {
             "window": self.window,
             "scale": scale_of_scores(self.cfg),
-            "sinks_H": self._own_sinks() if self.cfg.attention_sinks else None,
+            "sinks_H": own_heads(self.sinks, self.spec.layout) if has_sinks else None,
         }
 
-    def _leave(self, y_BTHC: jax.Array) -> jax.Array:
-        """Projects the heads to the width, in the layout between blocks."""
+    def _leave(self, y_BTHC: jax.Array, gate_BTHC: jax.Array | None) -> jax.Array:
+        """Projects the heads to the width, in the layout between blocks; gates them before."""
+        if gate_BTHC is not None:
+            open_BTHC = jax.nn.sigmoid(gate_BTHC.astype(jnp.float32))
+            y_BTHC = (y_BTHC * open_BTHC).astype(y_BTHC.dtype)
         y_BtD = project_from_heads(y_BTHC, self.w_o, self.spec)
         if not self.cfg.attention_output_bias:
             return y_BtD
         # In float32, as other biases; once, to the sum over tensor.
         return (y_BtD + replicated_weight(self.b_o)).astype(y_BtD.dtype)
-
-    def _own_sinks(self) -> jax.Array:
-        """The sinks of this tensor rank's heads. Every device holds all, as a norm's scales."""
-        layout, sinks_H = self.spec.layout, replicated_weight(self.sinks)
-        heads = sinks_H.shape[0] // layout.size(layout.tensor)
-        if heads == sinks_H.shape[0]:
-            return sinks_H
-        return jax.lax.dynamic_slice_in_dim(sinks_H, wire.index(layout.tensor) * heads, heads)
 
     def _biased(self, x_BTHC: jax.Array, b: nnx.Param) -> jax.Array:
         """Adds a bias in float32, so that its gradient is a sum over tokens in float32 too.
@@ -151,6 +174,15 @@ class Attention(nnx.Module):
         Biases are not gathered, so float32 costs nothing on the wire.
         """
         return (x_BTHC + gather_float32(b, self.spec)).astype(x_BTHC.dtype)
+
+
+def own_heads(param: nnx.Param, layout: Layout) -> Float[Array, " H"]:
+    """Returns the numbers of this tensor rank's heads. Every device holds all, as of a norm."""
+    all_H = replicated_weight(param)
+    heads = all_H.shape[0] // layout.size(layout.tensor)
+    if heads == all_H.shape[0]:
+        return all_H
+    return jax.lax.dynamic_slice_in_dim(all_H, wire.index(layout.tensor) * heads, heads)
 
 
 def project_to_heads(

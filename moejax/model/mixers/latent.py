@@ -24,10 +24,12 @@ from moejax.comm.context import reach_of
 from moejax.comm.weights.adapters import AdaptedWeight, Adapter, Weight, product
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
+from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model import context
-from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm
+from moejax.model.mixers.attention import Attention, project_from_heads, project_to_heads
+from moejax.model.mixers.interface import CacheArray, CacheSize
 from moejax.model.rope import Angles, rotate, scale_of_scores
 
 # Epsilon of the norms of latents: DeepSeek's code has it whatever the model's other norms take.
@@ -70,6 +72,15 @@ class LatentAttention(nnx.Module):
         expanded = (cfg.kv_latent, H, C - R + cfg.value_channels)
         self.w_ukv = nnx.Param(normal(rngs.params(), expanded), dims="ZHC")
         self.w_o = nnx.Param(out(rngs.params(), (H, cfg.value_channels, D)), dims="HCD")
+
+    @staticmethod
+    def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
+        """Returns what a cache holds of a block: latents [N, 1, S, Z], on every tensor rank."""
+        assert cfg.kv_latent is not None
+        shape = size.slots, 1, size.positions, cfg.kv_latent + cfg.rotated_channels
+        return (CacheArray(shape, cfg.dtype, (layout.row_axes, (), layout.context)),)
+
+    flops, channels = Attention.flops, Attention.channels
 
     def __call__(
         self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles

@@ -1,0 +1,285 @@
+"""The gated delta rule, a linear attention, and the short convolution in front of it.
+
+Per device. A head's state S [C, V] maps keys to values. At each position it fades, then moves what
+it holds of the key towards the value, then answers the query:
+
+    S <- exp(g) S;    S <- S + k (beta (v - S^T k))^T;    y = S^T q
+
+with g <= 0 and beta in [0, 1]. Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024).
+
+Training takes the positions in chunks. Inside a chunk the corrections depend on each other by a
+triangular matrix, inverted by products of its blocks; from chunk to chunk the state goes on. No
+exponent is positive, so nothing overflows. Legend: N chunks of Q positions (J: the earlier of two);
+G key heads of C channels; R value heads to each, H = G * R in all, of V channels. The convolution
+sees X positions, a position's own and Y before it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from moejax.annotations import Array, Float, Int
+from moejax.kernels.kept import INVERSES
+
+CHUNK = 64  # positions
+BASE = 16  # rows of the diagonal blocks that are inverted all at once
+# exp(FADED) is zero in float32: nothing fades further.
+FADED = -128.0
+# Sums of 2^13 multiples of it, none below FADED * CHUNK, are exact in float32.
+GRID = 2.0**-10
+
+
+class Gates(NamedTuple):
+    """Shares, in float32, that fading and borders of documents let through a chunk."""
+
+    within_NBHQJ: jax.Array  # of what J wrote, in what Q reads; 0 if J is later
+    before_NBHQ: jax.Array  # of the state before the chunk, in what Q reads
+    after_NBHQ: jax.Array  # of what Q wrote, in the state after the chunk
+    kept_NBH: jax.Array  # of the state before the chunk, in the state after it
+
+
+def gated_delta(
+    q_BTGC: Float[Array, "B T G C"],
+    k_BTGC: Float[Array, "B T G C"],
+    v_BTHV: Float[Array, "B T H V"],
+    g_BTH: Float[Array, "B T H"],
+    beta_BTH: Float[Array, "B T H"],
+    segment_BT: Int[Array, "B T"] | None = None,
+    state_BHCV: Float[Array, "B H C V"] | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H C V"]]:
+    """Returns what each position reads, in float32, and the state after the last position.
+
+    Operands of products have the dtype of v; sums, gates and the state are in float32. A position
+    with g = 0 and beta = 0 changes nothing. For backward a caller may keep the values that are
+    named `INVERSES`, and compute the others again.
+
+    Args:
+      q_BTGC, k_BTGC: keys of unit length, or shorter; value head h reads key head h // (H / G).
+      segment_BT: document of each position: the state is zero where one begins. None: all one.
+      state_BHCV: the state before the first position, whose document goes on; None: zero.
+      chunk: positions of a chunk: a power of two times `BASE`.
+    """
+    B, T, H, V = v_BTHV.shape
+    segment_BT = jnp.zeros((B, T), jnp.int32) if segment_BT is None else segment_BT
+    if state_BHCV is None:
+        state_BHCV = jnp.zeros((B, H, k_BTGC.shape[-1], V), jnp.float32)
+    while chunk > BASE and chunk // 2 >= T:
+        chunk //= 2
+    y_NBHQV, state_BHCV = _by_chunks(
+        q_BTGC, k_BTGC, v_BTHV, g_BTH, beta_BTH, segment_BT, state_BHCV.astype(jnp.float32), chunk
+    )
+    y_BTHV = y_NBHQV.transpose(1, 0, 3, 2, 4).reshape(B, -1, H, V)
+    return y_BTHV[:, :T], state_BHCV
+
+
+def delta_step(
+    q_BGC: Float[Array, "B G C"],
+    k_BGC: Float[Array, "B G C"],
+    v_BHV: Float[Array, "B H V"],
+    g_BH: Float[Array, "B H"],
+    beta_BH: Float[Array, "B H"],
+    state_BHCV: Float[Array, "B H C V"],
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H C V"]]:
+    """Returns the result of `gated_delta` for one position behind a state, in float32."""
+    R = v_BHV.shape[1] // k_BGC.shape[1]
+    q_BHC, k_BHC = (jnp.repeat(x.astype(jnp.float32), R, axis=1) for x in (q_BGC, k_BGC))
+    state_BHCV = jnp.exp(g_BH)[..., None, None] * state_BHCV
+    held_BHV = jnp.einsum("bhc,bhcv->bhv", k_BHC, state_BHCV)
+    u_BHV = beta_BH[..., None] * (v_BHV - held_BHV)
+    state_BHCV = state_BHCV + k_BHC[..., None] * u_BHV[:, :, None]
+    return jnp.einsum("bhc,bhcv->bhv", q_BHC, state_BHCV), state_BHCV
+
+
+def convolve(
+    x_BTHC: Float[Array, "B T H C"],
+    w_HCX: Float[Array, "H C X"],
+    segment_BT: Int[Array, "B T"] | None = None,
+    tail_BYHC: Float[Array, "B Y H C"] | None = None,
+) -> Float[Array, "B T H C"]:
+    """Returns each position's sum of the X positions up to its own, weighted, in float32.
+
+    Args:
+      w_HCX: in float32; the last weight is the position's own.
+      segment_BT: document of each position; a sum stays inside it. None: all of one.
+      tail_BYHC: the Y positions before the first, of its document; None: zeros.
+    """
+    T, X = x_BTHC.shape[1], w_HCX.shape[-1]
+    if tail_BYHC is None:
+        before = ((0, 0), (X - 1, 0), (0, 0), (0, 0))
+        joined_BSHC = jnp.pad(x_BTHC, before)
+    else:
+        joined_BSHC = jnp.concatenate([tail_BYHC, x_BTHC], axis=1)
+    y_BTHC = jnp.zeros((), jnp.float32)
+    for back in range(X):
+        # In float32 before the product, because the weight's gradient is a sum over positions.
+        shifted_BTHC = joined_BSHC[:, X - 1 - back : X - 1 - back + T].astype(jnp.float32)
+        if segment_BT is not None and back:
+            own_BT = jnp.pad(segment_BT[:, back:] == segment_BT[:, :-back], ((0, 0), (back, 0)))
+            shifted_BTHC = jnp.where(own_BT[:, :T, None, None], shifted_BTHC, 0)
+        y_BTHC += shifted_BTHC * w_HCX[..., X - 1 - back]
+    return y_BTHC
+
+
+def next_tail(
+    x_BTHC: Float[Array, "B T H C"],
+    tail_BYHC: Float[Array, "B Y H C"],
+    count_B: Int[Array, " B"],
+) -> Float[Array, "B Y H C"]:
+    """Returns the last positions of a tail and the first `count` positions behind it."""
+    joined_BSHC = jnp.concatenate([tail_BYHC.astype(x_BTHC.dtype), x_BTHC], axis=1)
+    place_BY = count_B[:, None] + jnp.arange(tail_BYHC.shape[1])
+    return jnp.take_along_axis(joined_BSHC, place_BY[:, :, None, None], axis=1)
+
+
+def _by_chunks(
+    q_BTGC, k_BTGC, v_BTHV, g_BTH, beta_BTH, segment_BT, state_BHCV, length: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns [N, B, H, Q, V] and the last state."""
+    G, dtype = k_BTGC.shape[2], v_BTHV.dtype
+    cut = partial(_cut, length=length)
+    q_NBGQC, k_NBGQC, v_NBHQV = cut(q_BTGC), cut(k_BTGC), cut(v_BTHV)
+    g_NBHQ, beta_NBHQ = (cut(x.astype(jnp.float32)) for x in (g_BTH, beta_BTH))
+    gates = _gates(g_NBHQ, _documents(segment_BT, length))
+
+    def by_key_head(x_NBH: jax.Array) -> jax.Array:
+        return x_NBH.reshape(*x_NBH.shape[:2], G, -1, *x_NBH.shape[3:])
+
+    def pairs(a_NBGQC: jax.Array) -> jax.Array:
+        products_NBGQJ = _dot("nbgqc,nbgjc->nbgqj", a_NBGQC, k_NBGQC)
+        return products_NBGQJ[:, :, :, None] * by_key_head(gates.within_NBHQJ)
+
+    # What Q would read of what J wrote, times beta of Q, for J before Q.
+    owed_NBGRQJ = pairs(k_NBGQC) * by_key_head(beta_NBHQ)[..., None]
+    inverse_NBGRQJ = checkpoint_name(_inverse(owed_NBGRQJ), INVERSES)
+    corrects_NBGRQJ = inverse_NBGRQJ * by_key_head(beta_NBHQ)[..., None, :]
+
+    def chunk(state_BGRCV: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+        k_BGQC, v_BGRQV, corrects_BGRQJ, before_BGRQ, after_BGRQ, kept_BGR = arrays
+        held_BGRQV = _dot("bgqc,bgrcv->bgrqv", k_BGQC, state_BGRCV.astype(dtype))
+        missing_BGRQV = v_BGRQV - before_BGRQ[..., None] * held_BGRQV
+        u_BGRQV = _dot("bgrqj,bgrjv->bgrqv", corrects_BGRQJ, missing_BGRQV.astype(dtype))
+        written_BGRQV = (after_BGRQ[..., None] * u_BGRQV).astype(dtype)
+        new_BGRCV = _dot("bgqc,bgrqv->bgrcv", k_BGQC, written_BGRQV)
+        new_BGRCV += kept_BGR[..., None, None] * state_BGRCV
+        return new_BGRCV, (state_BGRCV.astype(dtype), u_BGRQV.astype(dtype))
+
+    shares = map(by_key_head, (gates.before_NBHQ, gates.after_NBHQ, gates.kept_NBH))
+    before_NBGRQ, *others = shares
+    scanned = k_NBGQC, by_key_head(v_NBHQV), corrects_NBGRQJ.astype(dtype), before_NBGRQ, *others
+    first_BGRCV = by_key_head(state_BHCV[None])[0]
+    last_BGRCV, (state_NBGRCV, u_NBGRQV) = lax.scan(chunk, first_BGRCV, scanned)
+    y_NBGRQV = _dot("nbgqc,nbgrcv->nbgrqv", q_NBGQC, state_NBGRCV) * before_NBGRQ[..., None]
+    y_NBGRQV += _dot("nbgrqj,nbgrjv->nbgrqv", pairs(q_NBGQC).astype(dtype), u_NBGRQV)
+    return y_NBGRQV.reshape(v_NBHQV.shape), last_BGRCV.reshape(state_BHCV.shape)
+
+
+def _dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(form, x, y, preferred_element_type=jnp.float32)
+
+
+def _cut(x_BTH: jax.Array, *, length: int) -> jax.Array:
+    """Cuts positions into chunks, [N, B, H, Q, ...]; zeros fill the last one up."""
+    B, T, H, *rest = x_BTH.shape
+    missing = -T % length
+    if missing:
+        x_BTH = jnp.pad(x_BTH, ((0, 0), (0, missing), *((0, 0),) * (1 + len(rest))))
+    return x_BTH.reshape(B, -1, length, H, *rest).swapaxes(0, 1).swapaxes(2, 3)
+
+
+def _documents(segment_BT: jax.Array, length: int) -> jax.Array:
+    """Numbers the documents of each sequence from 0 in their order, [N, B, Q]."""
+    begins_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
+    number_BT = jnp.cumsum(jnp.pad(begins_BT, ((0, 0), (1, 0))), axis=1)
+    number_BT = jnp.pad(number_BT, ((0, 0), (0, -number_BT.shape[1] % length)), mode="edge")
+    return number_BT.reshape(number_BT.shape[0], -1, length).swapaxes(0, 1)
+
+
+def _gates(g_NBHQ: jax.Array, number_NBQ: jax.Array) -> Gates:
+    """Returns how far each chunk's positions see: see `Gates`.
+
+    Sums of logarithms are kept in two parts, coarse ones that are exact and fine ones that are
+    small, so that a difference of two long sums is as exact as a short sum.
+    """
+    g_NBHQ = jnp.maximum(g_NBHQ, FADED)
+    coarse_NBHQ = lax.stop_gradient(jnp.round(g_NBHQ / GRID) * GRID)
+    coarse_NBHQ, fine_NBHQ = (jnp.cumsum(x, axis=-1) for x in (coarse_NBHQ, g_NBHQ - coarse_NBHQ))
+    end_NB1 = number_NBQ[..., -1:]
+    # The state before the first chunk is of the first document.
+    before_NB1 = jnp.pad(end_NB1[:-1], ((1, 0), (0, 0), (0, 0)))
+    place = np.arange(g_NBHQ.shape[-1])
+    seen_NBQJ = number_NBQ[..., :, None] == number_NBQ[..., None, :]
+    seen_NBQJ &= place[:, None] >= place
+
+    def share(of: Callable[[jax.Array], jax.Array], passes: jax.Array) -> jax.Array:
+        log = of(coarse_NBHQ) + of(fine_NBHQ)
+        return jnp.exp(jnp.where(passes[:, :, None], log, -jnp.inf))
+
+    return Gates(
+        share(lambda x: x[..., :, None] - x[..., None, :], seen_NBQJ),
+        share(lambda x: x, number_NBQ == before_NB1),
+        share(lambda x: x[..., -1:] - x, number_NBQ == end_NB1),
+        share(lambda x: x[..., -1:], end_NB1 == before_NB1)[..., 0],
+    )
+
+
+@jax.custom_vjp
+def _inverse(a_QJ: jax.Array) -> jax.Array:
+    """Returns the inverse of the identity plus what stands below the diagonal of `a` [..., Q, Q].
+
+    By halves: with the inverses X and Y of both diagonal blocks, the block below the diagonal is
+    -Y A X. All that appears is a part of `a` or of the inverse, so that no large numbers cancel,
+    as they do in a sum of powers of `a`.
+    """
+    Q = a_QJ.shape[-1]
+    base = min(Q, BASE)
+    blocks = [a_QJ[..., n : n + base, n : n + base] for n in range(0, Q, base)]
+    x_nQJ = _inverse_of_blocks(jnp.stack(blocks, axis=-3))
+    while x_nQJ.shape[-1] < Q:
+        size = x_nQJ.shape[-1]
+        first, second = x_nQJ[..., ::2, :, :], x_nQJ[..., 1::2, :, :]
+        starts = range(0, Q, 2 * size)
+        below = [a_QJ[..., n + size : n + 2 * size, n : n + size] for n in starts]
+        below = -_multiply(second, _multiply(jnp.stack(below, axis=-3), first))
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        x_nQJ = jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)
+    return x_nQJ[..., 0, :, :]
+
+
+def _inverse_of_blocks(a_QJ: jax.Array) -> jax.Array:
+    """As `_inverse`, of small blocks: halves of all sizes are masks of the same product."""
+    place = np.arange(a_QJ.shape[-1])
+    x_QJ, size = jnp.broadcast_to(jnp.eye(len(place), dtype=a_QJ.dtype), a_QJ.shape), 1
+    while size < len(place):
+        row, column = place[:, None] // size, place // size
+        below_QJ = jnp.where((row == column + 1) & (column % 2 == 0), a_QJ, 0)
+        if size > 1:
+            below_QJ = _multiply(x_QJ, _multiply(below_QJ, x_QJ))
+        x_QJ, size = x_QJ - below_QJ, 2 * size
+    return x_QJ
+
+
+def _multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+    # Not in fewer bits, as GPUs and TPUs would by themselves: errors would grow with the chunk.
+    return jnp.matmul(x, y, precision="highest")
+
+
+def _inverse_forward(a_QJ):
+    x_QJ = _inverse(a_QJ)
+    return x_QJ, x_QJ
+
+
+def _inverse_backward(x_QJ, dx_QJ):
+    transposed = x_QJ.swapaxes(-1, -2)
+    da_QJ = _multiply(transposed, _multiply(dx_QJ, transposed))
+    return (-jnp.tril(da_QJ, -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -1,0 +1,5 @@
+"""The mixers of tokens, one file each: what takes information from position to position.
+
+Read in this order: `interface` (what a block, a cache and counts ask of each), `attention`,
+`latent`, `delta`. `model.block` has the table of them.
+"""

@@ -1,0 +1,226 @@
+"""The gated delta net: linear attention with a short convolution and an output gate.
+
+Queries, keys and values go through a convolution and SiLU; queries and keys are made of unit
+length. A head's state fades and is corrected by `kernels.delta`; what is read is normalised and
+gated. Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024); with more heads of values than
+of keys as in Qwen3-Next. Letters: G key heads of C channels, H value heads of V channels; X and Y
+as in `kernels.delta`; N slots of a cache.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from moejax.annotations import Array, Float, Int
+from moejax.comm.activations import enter_tensor
+from moejax.comm.weights.adapters import product
+from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
+from moejax.config.schema import ModelConfig
+from moejax.kernels.delta import CHUNK, convolve, delta_step, gated_delta, next_tail
+from moejax.kernels.kept import ATTENDED, INVERSES
+from moejax.layout.layout import Layout
+from moejax.layout.spec import StepSpec
+from moejax.model.context import Rows
+from moejax.model.mixers.attention import own_heads, project_from_heads, project_to_heads
+from moejax.model.mixers.interface import CacheArray, CacheSize
+from moejax.model.rope import Angles
+
+UNIT_EPSILON = 1e-6  # of the length of queries and keys, in all published code
+
+
+class Projected(NamedTuple):
+    """Projections of the tokens, in the dtype of compute."""
+
+    q_BTGC: jax.Array
+    k_BTGC: jax.Array
+    v_BTHV: jax.Array
+    gate_BTHV: jax.Array
+    beta_BTH: jax.Array  # before its sigmoid
+    fade_BTH: jax.Array  # before its softplus
+
+
+class Small(NamedTuple):
+    """Parameters that are no matrices, of this tensor rank's heads, in float32."""
+
+    q_GCX: jax.Array  # of the convolution
+    k_GCX: jax.Array
+    v_HVX: jax.Array
+    log_rate_H: jax.Array
+    fade_bias_H: jax.Array
+    scale_V: jax.Array  # of the norm
+
+
+class Past(NamedTuple):
+    """What a text's later positions need of earlier ones.
+
+    Attributes:
+      tails: projections of the last Y positions: queries, keys [B, Y, G, C], values [B, Y, H, V].
+    """
+
+    state_BHCV: jax.Array
+    tails: tuple[jax.Array, jax.Array, jax.Array]
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linear attention by the gated delta rule, heads sharded over tensor."""
+
+    def __init__(self, cfg: ModelConfig, window: int | None, spec: StepSpec, rngs: nnx.Rngs):
+        assert window is None, "a state sees all positions"
+        D, G, H = cfg.width, cfg.linear.key_heads, cfg.linear.value_heads
+        C, V, X = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution
+        normal = jax.nn.initializers.normal(cfg.init_deviation)
+        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        self.cfg, self.spec = cfg, spec
+        self.w_q = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
+        self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
+        self.w_v = nnx.Param(normal(rngs.params(), (D, H, V)), dims="DHC")
+        self.w_gate = nnx.Param(normal(rngs.params(), (D, H, V)), dims="DHC")
+        self.w_beta = nnx.Param(normal(rngs.params(), (D, H)), dims="DH")
+        self.w_fade = nnx.Param(normal(rngs.params(), (D, H)), dims="DH")
+        self.w_o = nnx.Param(out(rngs.params(), (H, V, D)), dims="HCD")
+        near = partial(jax.random.uniform, minval=-(X**-0.5), maxval=X**-0.5)
+        self.convolve_q = nnx.Param(near(rngs.params(), (G, C, X)), dims="GCX")
+        self.convolve_k = nnx.Param(near(rngs.params(), (G, C, X)), dims="GCX")
+        self.convolve_v = nnx.Param(near(rngs.params(), (H, V, X)), dims="HCX")
+        # A position fades by rate * softplus(bias), at first between 1e-3 and 0.1 times the rate;
+        # both as in the authors' code, and in Mamba-2 (Dao, Gu 2024).
+        drawn_H = jax.random.uniform(rngs.params(), (H,), minval=0.01, maxval=16.0)
+        self.log_rate = nnx.Param(jnp.log(drawn_H), dims="H")
+        span = math.log(1e-3), math.log(0.1)
+        first_H = jnp.exp(jax.random.uniform(rngs.params(), (H,), minval=span[0], maxval=span[1]))
+        self.fade_bias = nnx.Param(jnp.log(jnp.expm1(first_H)), dims="H")
+        self.scale = nnx.Param(jnp.ones((V,), jnp.float32), dims="C")
+
+    @staticmethod
+    def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
+        """Returns what a cache holds of a block: states [N, H, C, V], and the tails of `Past`."""
+        G, H = cfg.linear.key_heads, cfg.linear.value_heads
+        C, V, Y = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution - 1
+        rows, tensor = layout.row_axes, layout.tensor
+        state = CacheArray((size.slots, H, C, V), "float32", (rows, tensor))
+        shapes = [(size.slots, Y, *own) for own in ((G, C), (G, C), (H, V))]
+        return state, *(CacheArray(shape, cfg.dtype, (rows, (), tensor)) for shape in shapes)
+
+    @staticmethod
+    def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
+        """Returns the FLOPs of a sequence forward, one position after the other.
+
+        States are read twice and written once, by a product each; chunks take more.
+        """
+        G, H = cfg.linear.key_heads, cfg.linear.value_heads
+        C, V, X = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution
+        return length * (6 * H * C * V + 2 * X * (2 * G * C + H * V))
+
+    @staticmethod
+    def channels(cfg: ModelConfig) -> int:
+        """Returns the channels of projections, twice those of the convolution, and of inverses."""
+        G, H = cfg.linear.key_heads, cfg.linear.value_heads
+        C, V = cfg.linear.key_width, cfg.linear.value_width
+        return 2 * (2 * G * C + H * V) + 2 * H * V + H * CHUNK
+
+    def __call__(
+        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
+    ) -> Float[Array, "B t D"]:
+        """Takes and returns activations in the layout between blocks; positions do not rotate."""
+        mix = jax.checkpoint(
+            lambda projected, small: self._mix(projected, small, segment_BS)[0],
+            policy=jax.checkpoint_policies.save_only_these_names(INVERSES),
+        )
+        y_BTHV = checkpoint_name(mix(self._project(x_BtD), self._small()), ATTENDED)
+        return project_from_heads(y_BTHV, self.w_o, self.spec)
+
+    def extend(
+        self,
+        x_1tD: Float[Array, "1 t D"],
+        cache: tuple[jax.Array, ...],
+        rows: Rows,
+        angles: Angles,
+    ) -> tuple[Float[Array, "1 t D"], tuple[jax.Array, ...]]:
+        """Runs the new tokens of rows, which stand in x one row after the other.
+
+        Args:
+          cache: the arrays of `cache`.
+        Returns:
+          The result of `__call__`, and the cache with the states behind the tokens.
+        """
+        R, T = rows.count_R.shape[0], rows.length
+        rows_of = (x[0].reshape(R, T, *x.shape[2:]) for x in self._project(x_1tD))
+        projected = Projected._make(rows_of)
+        # A text that begins finds another's state in its slot.
+        state_RHCV, q_RYGC, k_RYGC, v_RYHV = (
+            jnp.where(rows.start_R.reshape(-1, 1, 1, 1) > 0, x if rows.every else x[rows.slot_R], 0)
+            for x in cache
+        )
+        past = Past(state_RHCV, (q_RYGC, k_RYGC, v_RYHV))
+        y_RTHV, state_RHCV = self._mix(projected, self._small(), None, past, rows.is_token_RT)
+        pairs = zip(projected[:3], past.tails, strict=True)
+        ends = (state_RHCV, *(next_tail(x, tail, rows.count_R) for x, tail in pairs))
+        # Rows without a token leave their slots as they are.
+        slot_R = jnp.arange(R) if rows.every else rows.slot_R
+        place_R = jnp.where(rows.count_R > 0, slot_R, cache[0].shape[0])
+        cache = tuple(x.at[place_R].set(y, mode="drop") for x, y in zip(cache, ends, strict=True))
+        y_1MHV = y_RTHV.reshape(1, R * T, *y_RTHV.shape[2:])
+        return project_from_heads(y_1MHV, self.w_o, self.spec), cache
+
+    def _project(self, x_BtD: jax.Array) -> Projected:
+        """Projects all positions to this rank's heads."""
+        x_BTD = enter_tensor(x_BtD, self.spec.layout)
+        of_channels = (self.w_q, self.w_k, self.w_v, self.w_gate)
+        of_heads = (self.w_beta, self.w_fade)
+        projected = [project_to_heads(x_BTD, w, self.spec) for w in of_channels]
+        projected += [product(x_BTD, gather_weight(w, self.spec)) for w in of_heads]
+        return Projected._make(projected)
+
+    def _small(self) -> Small:
+        q_GCX, k_GCX, v_HVX = (
+            gather_float32(w, self.spec)
+            for w in (self.convolve_q, self.convolve_k, self.convolve_v)
+        )
+        log_rate_H, bias_H = (
+            own_heads(x, self.spec.layout) for x in (self.log_rate, self.fade_bias)
+        )
+        return Small(q_GCX, k_GCX, v_HVX, log_rate_H, bias_H, replicated_weight(self.scale))
+
+    def _mix(
+        self,
+        projected: Projected,
+        small: Small,
+        segment_BT: jax.Array | None,
+        past: Past | None = None,
+        is_token_BT: jax.Array | None = None,
+    ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H C V"]]:
+        """Returns the gated results of this rank's heads, and the states behind them."""
+        dtype = projected.q_BTGC.dtype
+        tails = (None,) * 3 if past is None else past.tails
+        q_BTGC, k_BTGC, v_BTHV = (
+            jax.nn.silu(convolve(x, w, segment_BT, tail))
+            for x, w, tail in zip(projected[:3], small[:3], tails, strict=True)
+        )
+        q_BTGC = _unit(q_BTGC) / math.sqrt(self.cfg.linear.key_width)
+        q_BTGC, k_BTGC, v_BTHV = (x.astype(dtype) for x in (q_BTGC, _unit(k_BTGC), v_BTHV))
+        beta_BTH = jax.nn.sigmoid(projected.beta_BTH.astype(jnp.float32))
+        speed_BTH = jax.nn.softplus(projected.fade_BTH.astype(jnp.float32) + small.fade_bias_H)
+        g_BTH = -jnp.exp(small.log_rate_H) * speed_BTH
+        if is_token_BT is not None:
+            g_BTH, beta_BTH = (jnp.where(is_token_BT[..., None], x, 0) for x in (g_BTH, beta_BTH))
+        operands = (q_BTGC, k_BTGC, v_BTHV, g_BTH, beta_BTH)
+        if past is not None and q_BTGC.shape[1] == 1:
+            y_BHV, state_BHCV = delta_step(*(x[:, 0] for x in operands), state_BHCV=past.state_BHCV)
+            y_BTHV = y_BHV[:, None]
+        else:
+            state = None if past is None else past.state_BHCV
+            y_BTHV, state_BHCV = gated_delta(*operands, segment_BT, state)
+        mean_BTH1 = jnp.mean(y_BTHV * y_BTHV, axis=-1, keepdims=True)
+        y_BTHV *= jax.lax.rsqrt(mean_BTH1 + self.cfg.norm_epsilon) * small.scale_V
+        y_BTHV *= jax.nn.silu(projected.gate_BTHV.astype(jnp.float32))
+        return y_BTHV.astype(dtype), state_BHCV
+
+
+def _unit(x_BTGC: jax.Array) -> jax.Array:
+    squares_BTG1 = jnp.sum(x_BTGC * x_BTGC, axis=-1, keepdims=True)
+    return x_BTGC * jax.lax.rsqrt(squares_BTG1 + UNIT_EPSILON)
