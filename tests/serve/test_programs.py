@@ -267,7 +267,7 @@ GOLDEN = [
     ("deepseek_v3", "even, groups, yarn", MeshConfig(expert=2, tensor=2)),
     ("qwen3_moe", None, MeshConfig()),
 ]
-REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"]
+REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_next"]
 REST += ["llama", "mistral", "qwen2", "qwen3"]
 GOLDEN += [pytest.param(name, None, MeshConfig(), marks=pytest.mark.exhaustive) for name in REST]
 
