@@ -10,7 +10,7 @@ from typing import Any
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.compression import GRADIENTS, STAGES, TOKENS
 from moejax.config.fields import change, fields
-from moejax.config.schema import Config, LinearConfig, RopeConfig
+from moejax.config.schema import Config, RopeConfig
 
 Changes = dict[str, Any]  # setting -> value
 
@@ -29,12 +29,6 @@ LATENT: Changes = {
     "model.kv_latent": 8,
 }
 YARN = {"scaling": "yarn", "factor": 8.0, "trained_length": 16}
-DELTA: Changes = {
-    "model.linear": LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4),
-    "model.full_attention_every": 2,
-    "model.attention_gate": True,
-    "model.zero_centered_norms": True,
-}
 
 FACTORS: dict[str, dict[str, Changes]] = {
     "mesh": {
@@ -126,7 +120,6 @@ FACTORS: dict[str, dict[str, Changes]] = {
         "norms of heads": {"model.qk_norm": "head"},
         "norms of all heads": {"model.qk_norm": "full"},
         "latent": LATENT,
-        "gated delta net": DELTA,
         "latent of queries, window": LATENT
         | {
             "model.q_latent": 8,

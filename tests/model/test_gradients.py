@@ -160,7 +160,10 @@ STEPS = [
         | {"attention": "latent of queries, window", "optimizer": "Muon", "pieces": "trimmed"},
         {"moe.implementation": "reference_e4m3", "moe.expert_bias": True},
     ),
-    ({"mesh": "expert 2, tensor 2", "attention": "gated delta net"}, {}),
+    (
+        {"mesh": "expert 2, tensor 2"},
+        {"model.linear.form": "gated_delta", "model.linear.convolution": 3},
+    ),
     (
         {"mesh": "expert 2, tensor 2", "adapters": "adapters", "recomputed": "collectives"}
         | {"micro-batches": "4 micro-batches"},
