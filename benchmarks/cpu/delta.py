@@ -68,7 +68,7 @@ def jax_form(form: Callable[..., jax.Array], arrays: list[np.ndarray], backward:
 
 def torch_form(arrays: list[np.ndarray], backward: bool) -> Callable:
     """Returns the same of transformers' form in torch, without kernels of other packages."""
-    import torch
+    import torch  # type: ignore[import-not-found]
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -125,7 +125,7 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measures and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Times the gated delta rule.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()

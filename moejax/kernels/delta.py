@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -214,7 +213,7 @@ def _gates(g_NBHQ: jax.Array, number_NBQ: jax.Array) -> Gates:
     end_NB1 = number_NBQ[..., -1:]
     # The state before the first chunk is of the first document.
     before_NB1 = jnp.pad(end_NB1[:-1], ((1, 0), (0, 0), (0, 0)))
-    place = np.arange(g_NBHQ.shape[-1])
+    place = jnp.arange(g_NBHQ.shape[-1])
     seen_NBQJ = number_NBQ[..., :, None] == number_NBQ[..., None, :]
     seen_NBQJ &= place[:, None] >= place
 
@@ -255,7 +254,7 @@ def _inverse(a_QJ: jax.Array) -> jax.Array:
 
 def _inverse_of_blocks(a_QJ: jax.Array) -> jax.Array:
     """As `_inverse`, of small blocks: halves of all sizes are masks of the same product."""
-    place = np.arange(a_QJ.shape[-1])
+    place = jnp.arange(a_QJ.shape[-1])
     x_QJ, size = jnp.broadcast_to(jnp.eye(len(place), dtype=a_QJ.dtype), a_QJ.shape), 1
     while size < len(place):
         row, column = place[:, None] // size, place // size

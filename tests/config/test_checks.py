@@ -19,6 +19,7 @@ from tests.config.files import (
 
 LATENT = "model.attention=latent model.kv_latent=16 model.rope_width=8"
 YARN = "model.rope.scaling=yarn model.rope.factor=2"
+DELTA = "model.linear.form=gated_delta model.full_attention_every=2"
 # Large enough for a tensor axis of eight.
 LARGE = (
     "model.width=64 model.num_heads=8 model.num_kv_heads=8 model.vocab_size=512 "
@@ -32,6 +33,7 @@ def test_the_defaults_pass():
 
 ACCEPTED = f"""
 mesh.expert=4 mesh.tensor=2 mesh.simulated_devices=8
+{DELTA} mesh.expert=2 mesh.tensor=2
 mesh.replica=none mesh.expert=2 mesh.simulated_devices=8
 mesh.expert=2 mesh.tensor=2 mesh.expert_weights=folded
 mesh.tensor=2 mesh.activations=replicated
@@ -104,6 +106,18 @@ model.layer_mlps=dense,experts -> has 2 entries for 4 layers
 model.layer_mlps=dense,dense,dense,dense -> names no block with experts
 model.layer_mlps=dense,experts,dense,experts model.moe_every=none -> `model.moe_every` is none
 model.layer_attention=full,full,full,full model.sliding_window=9 -> leaves no block its window
+model.layer_attention=full,linear,full,linear model.sliding_window=9 -> has 2 blocks ... is none
+model.linear.form=gated_delta model.layer_attention=full,window,full,window \
+model.sliding_window=9 -> has 0 blocks
+{DELTA} model.sliding_window=9 -> `model.sliding_window` = 9 is of no block
+{DELTA} model.linear.key_heads=3 -> `model.linear.value_heads` = 4 ... Choose 1, 2, 4
+{DELTA} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
+{DELTA} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... gated_delta
+{DELTA} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> from slice to slice
+model.linear.form=gated_delta mesh.stage=2 train.micro_batches=2 model.predict_ahead=1 -> \
+has a block of linear attention
+model.zero_centered_norms=true model.qk_norm=full -> `model.zero_centered_norms` is true
+model.linear.key_heads=4 -> `model.linear.key_heads` = 4 has no effect
 model.rope.scaling=llama3 model.rope.factor=2 model.rope.low_frequency_factor=4 -> \
 low_frequency_factor` = 4.0 must be below ... high_frequency_factor` = 4.0
 {YARN} model.rope.beta_slow=40 -> `model.rope.beta_slow` = 40.0 must not be above ... = 32.0

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.config.pattern import BlockKind, block_kinds, layer_groups, shortest
-from moejax.config.schema import ModelConfig
+from moejax.config.schema import LinearConfig, ModelConfig
 
 DENSE, MOE = BlockKind("dense"), BlockKind("moe")
 
@@ -121,6 +121,20 @@ def test_windows_of_any_table_are_those_of_its_blocks():
     sees = ("full", "window", "window", "full", "full")
     cfg = ModelConfig(num_layers=5, sliding_window=8, layer_attention=sees)
     assert [kind.window for kind in block_kinds(cfg)] == [None, 8, 8, None, None]
+    assert shortest(cfg)["layer_attention"] == sees
+
+
+def test_blocks_of_linear_attention_are_all_but_those_that_attend():
+    linear = LinearConfig("gated_delta")
+    cfg = ModelConfig(num_layers=8, linear=linear, full_attention_every=4)
+    delta = BlockKind("moe", mixer="gated_delta")
+    assert layer_groups(cfg) == [((delta, delta, delta, MOE), 2)]
+    assert ModelConfig(num_layers=8, linear=linear, **shortest(cfg)) == cfg
+    sees = ("window", "linear", "full", "linear")
+    cfg = ModelConfig(num_layers=4, linear=linear, sliding_window=8, layer_attention=sees)
+    kinds = [(kind.mixer, kind.window) for kind in block_kinds(cfg)]
+    linear, full = ("gated_delta", None), ("grouped", None)
+    assert kinds == [("grouped", 8), linear, full, linear]
     assert shortest(cfg)["layer_attention"] == sees
 
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from moejax.config.load import load_config
-from moejax.config.schema import Config, DataConfig, ModelConfig, MoEConfig
+from moejax.config.schema import Config, DataConfig, LinearConfig, ModelConfig, MoEConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import count
@@ -75,6 +75,15 @@ def test_blocks_without_the_window_cost_more():
     cfg = Config(model=model, data=DataConfig(sequence_length=64))
     seen = 2 * sum(range(1, 65)) + 3 * sum(min(place, 3) for place in range(1, 65))
     assert count(cfg, {}).flops_per_token == 4 * 8 * 12 * seen // 64
+
+
+def test_linear_attention_costs_three_products_of_its_states_and_a_convolution():
+    linear = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=5, convolution=3)
+    full = ModelConfig(num_layers=4, num_heads=4, head_width=8)
+    hybrid = dataclasses.replace(full, linear=linear, full_attention_every=4)
+    own, wanted = (count(Config(model=model), {}).flops_per_token for model in (hybrid, full))
+    of_position = 2 * 3 * 4 * 6 * 5 + 2 * 3 * (2 * 2 * 6 + 4 * 5)
+    assert abs(own - wanted / 4 - 3 * 3 * of_position) <= 1  # quotients are rounded
 
 
 @pytest.mark.parametrize(("tied", "products"), [(True, 1), (False, 0)])

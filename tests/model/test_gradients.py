@@ -161,6 +161,10 @@ STEPS = [
         {"moe.implementation": "reference_e4m3", "moe.expert_bias": True},
     ),
     (
+        {"mesh": "expert 2, tensor 2"},
+        {"model.linear.form": "gated_delta", "model.linear.convolution": 3},
+    ),
+    (
         {"mesh": "expert 2, tensor 2", "adapters": "adapters", "recomputed": "collectives"}
         | {"micro-batches": "4 micro-batches"},
         {"lora.base_dtype": "bfloat16"},

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moejax.comm.weights.adapters import Adapter
-from moejax.config.schema import LoraConfig
+from moejax.config.schema import LinearConfig, LoraConfig
 from moejax.errors import InputError
 from moejax.plan.trace.reader import collectives
 from moejax.step.adapters import init_adapters
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 # The factors of every kind of matrix, spelt out: what `adapter_dims` derives.
 FACTORS = {
     "DHC": ("DA", "AHC"),
+    "DH": ("DA", "AH"),
     "DGC": ("DA", "AGC"),
     "HCD": ("HCA", "AD"),
     "DUF": ("DA", "AUF"),
@@ -46,13 +47,15 @@ GROUPED = {"qk_norm": "head"}
 # Latent attention, and multi-token prediction, which has a matrix of its own.
 LATENT = {"attention": "latent", "head_width": 10, "rope_width": 6, "value_width": 4}
 LATENT |= {"q_latent": 8, "kv_latent": 16, "predict_ahead": 1}
+DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
+DELTA = {"linear": DELTA, "full_attention_every": 2, "attention_gate": True}
 BIASES = {"expert_bias": True, "router_bias": True, "shared_gate": True}
 
 
 def adapted(mesh=(1, 1, 1, 1), kind="grouped", *, nodes=None, lora=None, **changes):
     """A model with every kind of matrix, all of them with adapters."""
     model = {"num_layers": 2, "first_dense_layers": 1, "tie_embeddings": False}
-    model |= GROUPED if kind == "grouped" else LATENT
+    model |= {"grouped": GROUPED, "latent": LATENT}.get(kind, DELTA)
     moe = {"num_shared_experts": 2, **CERTAIN, **(BIASES if kind == "latent" else {})}
     cfg = small_config(mesh, model=model, moe=moe, **changes)
     lora = LoraConfig(**{"rank": 4, "alpha": 4 * SCALE, "targets": ("*",), **(lora or {})})
@@ -123,6 +126,7 @@ PIECES = {"train": {"micro_batches": 1, "reduction_bytes": 512}}
         ("grouped", (2, 1, 2, 2), {"expert_weights": "folded", "nodes": 2}),
         ("grouped", (1, 2, 2, 2), WHOLE),
         ("latent", (1, 2, 2, 2), {}),
+        pytest.param("gated delta net", (1, 2, 2, 2), {}, marks=LATER),
         pytest.param("grouped", (2, 2, 2, 1), PIECES, marks=LATER),
         pytest.param("latent", (1, 2, 2, 2), WHOLE, marks=LATER),
         pytest.param("latent", (2, 2, 1, 2), {"nodes": 4}, marks=LATER),

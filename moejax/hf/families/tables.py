@@ -303,7 +303,7 @@ QWEN3_NEXT = Family(
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
-    null={"layer_types": None, "mlp_only_layers": None, **POSITIONS},
+    null={"mlp_only_layers": None, **POSITIONS},
     rules=(
         *ROOT,
         *NORMS,

@@ -19,7 +19,7 @@ from moejax.comm.links import build_link
 from moejax.comm.weights.adapters import Adapter
 from moejax.comm.weights.stage_weights import gather_stage_weights
 from moejax.config.compression import build_compression
-from moejax.config.schema import CompressionConfig, LoraConfig
+from moejax.config.schema import CompressionConfig, LinearConfig, LoraConfig
 from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
@@ -35,6 +35,9 @@ INTERLEAVED = {"stage_chunks": 2}
 AHEAD = {"predict_ahead": 1}
 LATENT = {"attention": "latent", "kv_latent": 16, "q_latent": 8, "rope_width": 4}
 UNTIED = {"tie_embeddings": False}
+DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
+# What a state answers at first is small; a larger epsilon keeps its norm from scaling rounding up.
+DELTA = {"linear": DELTA, "full_attention_every": 2, "norm_epsilon": 1e-2}
 
 
 def config(mesh, stages, micro_batches, *, layers=None, rows=1, axis=None, lora=None, **changes):
@@ -211,6 +214,7 @@ CASES = {
         "model": {"layers_before_stages": 1, "remat": "full", **AHEAD, **INTERLEAVED},
         "layers": 9,
     },
+    "gated delta net": {"model": DELTA, "layers": 4},
     "ahead, dense before, latent": {
         "model": {"first_dense_layers": 1, **UNTIED, **LATENT, **AHEAD},
         "router": {"balance_over": "sequence", "z_loss": 0.1},
