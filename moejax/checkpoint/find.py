@@ -4,6 +4,7 @@ Nothing here touches a device, and nothing reads arrays (`checkpoint.writer` doe
 """
 
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,8 +109,12 @@ def quarantine(
 
 def remove_half_written(directory: Path) -> None:
     """Removes the files of saves that were killed or failed before Orbax committed them."""
-    for left in directory.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for _ in range(20):
+        for left in directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if not any(directory.glob("*.orbax-checkpoint-tmp*")):
+            break
+        time.sleep(0.1)  # the last writes of a failed save still end there
     for trial in directory.glob(".writable*"):
         trial.unlink(missing_ok=True)
 

@@ -155,7 +155,7 @@ CASES = [
     Case((2, 4, 1, 1), 4),
     Case((1, 2, 1, 4), kinds=(8, 11)),
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(9, 12, 13)),
-    Case((1, 2, 2, 2), 1, kinds=(12, 14)),
+    Case((1, 2, 2, 2), 1, kinds=(12, 15)),
     # Without a capacity buckets overflow, or just do not.
     Case((1, 1, 8, 1), path="rounds"),
     Case((1, 1, 4, 2), 1, route="split", chunks=(3, 2), kinds=(11,), path="rounds"),
