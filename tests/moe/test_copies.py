@@ -197,10 +197,9 @@ def with_slots(name, slots, **moe):
     ("name", "slots"),
     [
         ("all axes", 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("expert", 3), ("folded", 2), ("whole, in two levels", 2))
-        ),
+        pytest.param("whole, in two levels", 2, marks=pytest.mark.slow),
+        pytest.param("expert", 3, marks=pytest.mark.exhaustive),
+        pytest.param("folded", 2, marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.parametrize("bias", [pytest.param((), marks=pytest.mark.exhaustive), HOT])

@@ -76,7 +76,7 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("name", some_of(AXES, "all axes", "stages and copies", "context"))
+@pytest.mark.parametrize("name", some_of(AXES, "stages and copies", "context"))
 def test_logits_of_a_living_run_are_those_of_its_forward_pass(name, tmp_path):
     shape, axes, more = AXES[name]
     cfg = small_config(shape, model=LAYERS, moe=CERTAIN, train=more.get("train"))

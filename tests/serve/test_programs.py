@@ -193,6 +193,7 @@ def test_a_layer_with_a_window_keeps_what_a_piece_sees():
     assert {x.shape[2] for x in jax.tree.leaves(programs.empty_cache())} == {2 * KEYS, 4 * KEYS}
 
 
+@pytest.mark.exhaustive
 def test_logits_of_all_positions_are_those_of_the_forward_pass_with_adapters_too():
     cfg = small_config((1, 1, 2, 2), model=GROUPED | {"num_kv_heads": 4}, moe=CERTAIN)
     cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=("moe.w_*", "embedding.*")))

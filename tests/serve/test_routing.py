@@ -65,7 +65,7 @@ def _chosen(ids):
     return np.stack([np.argsort(-weight_TE)[:, :2] for weight_TE in weights], axis=1)
 
 
-@pytest.mark.parametrize("name", some_of(CASES, "all axes", "context"))
+@pytest.mark.parametrize("name", some_of(CASES, "context"))
 def test_experts_are_those_that_a_plain_router_chooses(name):
     cfg = config(name)
     state, programs = random_state(cfg), programs_for(cfg, 8, LONGEST)

@@ -47,7 +47,7 @@ def assert_near(got, wanted, before):
         np.testing.assert_allclose(g, w, atol=BINS_OFF * width)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("score", some_of(["softmax", "sigmoid"], "sigmoid"))
 def test_one_device_takes_the_quantiles_of_all_micro_batches(monkeypatch, score):
     """Beside sorted scores, which the test takes from the router."""

@@ -64,12 +64,16 @@ CASES = [
 ]
 
 
+def how_often(number):
+    """The marks of a case: those that run hold each value, together."""
+    if number in (1, 9, 11, 12):
+        return [pytest.mark.slow]
+    return [] if number == 0 else [pytest.mark.exhaustive]
+
+
 @pytest.mark.parametrize(
     "cfg",
-    [
-        pytest.param(cfg, marks=[] if n == 0 else [pytest.mark.slow], id=str(n))
-        for n, cfg in enumerate(CASES)
-    ],
+    [pytest.param(cfg, marks=how_often(n), id=str(n)) for n, cfg in enumerate(CASES)],
 )
 def test_shared_sequences_give_the_oracles_loss_and_gradients(cfg):
     check_against_oracle(cfg, path="certain", terms=1e-5 / np.finfo(np.float32).eps)
@@ -83,8 +87,16 @@ STAGED = {"context": 2, "context_stripe": 4}
     ("mesh", "stages", "axis", "changes"),
     [
         ((1, 2, 1, 2), 2, STAGED, {"router": {"balance_over": "sequence"}}),
-        ((2, 1, 2, 1), 2, STAGED | {"context_exchange": "ring"}, {"model": {"sliding_window": 7}}),
-        ((1, 2, 1, 1), 4, STAGED | {"stage_keeps": "input"}, {"router": {"jitter": 0.3}}),
+        pytest.param(
+            *((2, 1, 2, 1), 2, STAGED | {"context_exchange": "ring"}),
+            {"model": {"sliding_window": 7}},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *((1, 2, 1, 1), 4, STAGED | {"stage_keeps": "input"}),
+            {"router": {"jitter": 0.3}},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_stages_share_sequences_too(mesh, stages, axis, changes):
@@ -121,10 +133,10 @@ def alone(cfg):
     [
         ((1, 2, 2, 1), [2, 3, 12, 13]),  # of one device
         ((1, 2, 2, 1), []),
-        ((1, 2, 2, 1), range(16)),
-        ((1, 2, 1, 1), [5]),
         ((1, 2, 4, 1), [5]),
-        ((1, 2, 4, 1), [0, 1, 2, 9]),
+        pytest.param((1, 2, 2, 1), range(16), marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 1, 1), [5], marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 4, 1), [0, 1, 2, 9], marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

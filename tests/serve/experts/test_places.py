@@ -100,7 +100,7 @@ def adverse(E, cluster):
     return Table(expert_PM.reshape(-1), share_PM.reshape(-1))
 
 
-@pytest.mark.parametrize("name", some_of(CASES, "all axes, adapters", "whole, in two levels"))
+@pytest.mark.parametrize("name", some_of(CASES, "all axes, adapters"))
 def test_any_table_gives_the_same_logits_and_texts_and_compiles_nothing(name):
     cfg, slots = config(name)
     state, draw, E = random_state(cfg), np.random.default_rng(0), 8

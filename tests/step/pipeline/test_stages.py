@@ -439,7 +439,7 @@ def test_codecs_between_stages_change_gradients_by_their_error(codecs, case):
     assert 1e-5 < max(errors(got, wanted).values()) < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_between_stages_encoded_bytes_travel_and_nothing_else():
     plain = config((1, 1, 2, 2), 2, 4)
     sent = {}
