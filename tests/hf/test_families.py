@@ -113,7 +113,7 @@ def assert_written(config, left_out):
     for key, value in config.items():
         if key in (*ALTERED, *left_out) or value is None:
             continue
-        if key == "num_nextn_predict_layers":
+        if key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             value = 0  # is left out, unless `model.predict_ahead` asks for it
         if key == "model_type":
             value = table.name  # Kimi-K2 has a name of its own

@@ -335,10 +335,10 @@ QWEN3_5_MOE = Family(
         *DELTA_NET,
         Rope(partial="partial_rotary_factor", rotated=0.25, sections=True),
         Always("attn_output_gate", True),
+        Always("mtp_num_hidden_layers", 0, others=(1,)),  # which is left out
     ),
     implied={**WITH_DELTA_NET, "moe.router.renormalize": True, "model.moe_every": 1},
-    # Those of the layer that predicts ahead, which is left out; and the dtype of a cache.
-    unused=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+    unused=("mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
     missing=SIZES_OF_DELTA_NET,
     null=POSITIONS,
     rules=(
