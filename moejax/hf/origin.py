@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moejax.errors import InputError, writing
-from moejax.hf.files import CONFIG, SMALL_BYTES, check_inside, read_json
+from moejax.hf.files import CONFIG, check_inside
+from moejax.hf.text import read_text_config
 
 ORIGIN = "hf"
 GENERATION = "generation_config.json"
@@ -72,5 +73,5 @@ def origin_of(step: Path) -> Path | None:
 
 
 def read_config(origin: Path | None) -> Mapping[str, Any]:
-    """Returns the `config.json` among small files; empty without them."""
-    return {} if origin is None else read_json(origin / CONFIG, SMALL_BYTES)
+    """Returns the text model's `config.json` among small files; empty without them."""
+    return {} if origin is None else read_text_config(origin / CONFIG)

@@ -22,7 +22,8 @@ import numpy as np
 
 from moejax.config.fields import short
 from moejax.errors import InputError
-from moejax.hf.files import CONFIG, ITEM_BYTES, SMALL_BYTES, Stored, find_tensors, read_json
+from moejax.hf.files import CONFIG, ITEM_BYTES, Stored, find_tensors
+from moejax.hf.text import by_own_names, read_text_config
 from moejax.hf.views import Range
 
 DTYPES = {
@@ -74,12 +75,12 @@ class Folder:
                 "safetensors files. Check the path."
             )
         self.path = path
-        self.config: dict[str, Any] = read_json(path / CONFIG, SMALL_BYTES)
+        self.config: dict[str, Any] = read_text_config(path / CONFIG)
         found = find_tensors(path)
         # The key is left behind where weights were dequantised.
         plain = all(stored.dtype in PLAIN for stored in found.values())
         block = (1, 1) if plain else _block_of(self.config.get("quantization_config"))
-        self.weights = _join_quantised(found, block)
+        self.weights = by_own_names(_join_quantised(found, block), self.config)
         self._open = ExitStack()
         self._files: dict[Path, int] = {}
         self._opening = Lock()

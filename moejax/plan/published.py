@@ -11,7 +11,8 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.hf.config import read_config
 from moejax.hf.families.family import differences
-from moejax.hf.files import CONFIG, SMALL_BYTES, read_json
+from moejax.hf.files import CONFIG
+from moejax.hf.text import read_text_config
 
 LENGTH = 4096  # positions of a sequence, or the model's own most if that is fewer
 STEP_TOKENS = 4 * 2**20  # least tokens of one step, as papers' models of this size are trained
@@ -59,7 +60,7 @@ def read_published(path: Path, devices: int, overrides: Sequence[str] = ()) -> P
             f"--hf has no {CONFIG}. Got {path}. It must be a folder with the {CONFIG} of a model, "
             "or that file. Check the path."
         )
-    config = read_json(file, SMALL_BYTES)
+    config = read_text_config(file)
     family, model = read_config(file, config)
     given = parse_overrides(overrides)
     step = _step(config, devices, given)

@@ -60,6 +60,12 @@ def experts(count: str, number: int, chosen: int, hidden: int | Sequence[int]) -
     return {**found, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
 
 
+def apart(number: int, chosen: int, hidden: int) -> dict:
+    """Experts of a model without dense blocks."""
+    keys = {"num_experts": number, "num_experts_per_tok": chosen}
+    return {**keys, "moe_intermediate_size": hidden}
+
+
 def ernie(number: int, chosen: int, hidden: Sequence[int]) -> dict:
     """Experts, under ERNIE's names."""
     keys = {"moe_num_experts": number, "moe_k": chosen}
@@ -494,6 +500,32 @@ CASES: dict[str, dict[str, dict]] = {
             **sizes(2, 24, head=8),
             **experts("num_experts", 24, 6, (16, 8)),
             **linear((4, 6), (8, 4)),
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 8,
+        },
+    },
+    "qwen3_5_moe_text": {
+        "one key head, first layer in full, sections, yarn": {
+            **ODD,
+            **sizes(2, 20, head=8),
+            **apart(5, 2, 10),
+            **linear((1, 6), (3, 5), convolution=3),
+            "layer_types": ["full_attention", "linear_attention"],
+            "shared_expert_intermediate_size": 14,
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.75,
+                "mrope_section": [1, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        "even, the last layer in full": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **apart(24, 6, 8),
+            **linear((4, 8), (8, 4)),
             "layer_types": ["linear_attention", "full_attention"],
             "shared_expert_intermediate_size": 8,
         },

@@ -1,6 +1,7 @@
 """Adapters as peft reads them, held against its formulas; tests/parity has what it computes."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from moejax.hf.adapters import (
     factor_tensors,
     write_adapter,
 )
-from moejax.hf.rules import Tensor
+from moejax.hf.rules import Rows, Tensor
 from moejax.hf.views import View
 
 SIZES = dict(zip("DHCUFEZVA", (6, 2, 4, 2, 5, 3, 8, 7, 2), strict=True))
@@ -150,6 +151,13 @@ def test_an_adapter_of_a_tensor_that_is_no_weight_of_a_module_is_refused(tmp_pat
     with pytest.raises(InputError, match=r"q_proj\.matrix has no place.*names end in \.weight"):
         write(tmp_path, [*TENSORS, odd], LoraConfig(rank=2), base=None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_of_rows_that_are_not_the_whole_tensor_is_refused(tmp_path):
+    queries = tensor(f"{LAYER}linear_attn.in_proj_qkv.weight", VIEWS["queries"])
+    own = replace(queries, rows=Rows(1, 0, 8, 24))
+    with pytest.raises(InputError, match=r"no place in peft's form: other parameters have rows"):
+        write(tmp_path, [own], LoraConfig(rank=2), base=None)
 
 
 def test_an_embeddings_adapter_is_refused(tmp_path):

@@ -79,6 +79,14 @@ KNOWN = {
         "model.sliding_window": None,
     },
     "Qwen3-0.6B": {"model.moe_every": None, "model.head_width": 128, "model.qk_norm": "head"},
+    "Qwen3.5-35B-A3B": {
+        "model.rope_width": 64,
+        "model.full_attention_every": 4,
+        "model.linear.form": "gated_delta",
+        "moe.router.renormalize": True,
+        "moe.shared_gate": True,
+        "moe.router.balance_loss": pytest.approx(8 * 0.001),
+    },
 }
 
 
@@ -105,7 +113,7 @@ def assert_written(config, left_out):
     for key, value in config.items():
         if key in (*ALTERED, *left_out) or value is None:
             continue
-        if key == "num_nextn_predict_layers":
+        if key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             value = 0  # is left out, unless `model.predict_ahead` asks for it
         if key == "model_type":
             value = table.name  # Kimi-K2 has a name of its own
@@ -232,6 +240,10 @@ REFUSED = [
     ),
     ("Qwen2.5-0.5B", {"use_mrope": True}, "`use_mrope` is True"),
     ("Qwen3-0.6B", {"num_experts": 8}, "`num_experts` = 8 is a key whose meaning for qwen3"),
+    ("Qwen3.5-35B-A3B", {"attn_output_gate": False}, "`attn_output_gate` is False"),
+    ("Qwen3.5-35B-A3B", {"mlp_only_layers": [1]}, "`mlp_only_layers` is [1]"),
+    ("Qwen3.5-35B-A3B", {"norm_topk_prob": False}, "`norm_topk_prob` is False"),
+    ("Qwen3-30B-A3B", {"rope_scaling": {"mrope_section": [1]}}, "has `mrope_section` = [1]"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
     (

@@ -22,6 +22,7 @@ DEFAULTS = {
     "Hy3": ("first_k_dense_replace",),  # no key of the class
     "ERNIE-4.5-21B-A3B": (),
     "FlexOlmo-7x7B-1T": (),
+    "Qwen3.5-35B-A3B": (),
 }
 SIZES = (
     "first_k_dense_replace",

@@ -1,5 +1,6 @@
 """What transformers computes with an exported folder: eager, in float32 on the CPU."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -8,13 +9,40 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
 from tests.golden.make_models import gradient_tensors, load
+from tests.hf.random_models import draw_all, write_folder
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+def with_images(folder: Path, text: dict) -> torch.nn.Module:
+    """A model of images and texts around a text model, with drawn weights; writes its folder."""
+    inside = {key: value for key, value in text.items() if key != "architectures"}
+    images = {"depth": 1, "hidden_size": 16, "intermediate_size": 8, "num_heads": 2}
+    images |= {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 4}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=inside,
+        vision_config=images,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+    kind = transformers.Qwen3_5MoeForConditionalGeneration
+    kind(config).float().save_pretrained(folder)
+    shapes = {name: list(x.shape) for name, x in load_file(folder / "model.safetensors").items()}
+    write_folder(folder, json.loads((folder / "config.json").read_text()), draw_all(shapes))
+    model, info = kind.from_pretrained(
+        folder,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    assert not any(info.values()), info
+    return model.eval()
 
 
 def with_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:

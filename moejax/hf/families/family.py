@@ -137,6 +137,25 @@ COMMON: tuple[Part, ...] = (
 
 
 @dataclass(frozen=True)
+class Around:
+    """A model of images and texts that has a family's models inside; see `hf.text`.
+
+    Attributes:
+      name: its `model_type`.
+      architecture: the class that transformers builds.
+      prefix: what names of the text model's tensors begin with, in the place of `model.`.
+      others: pattern of the names of the other tensors, which are left out.
+      keys: keys beside `text_config` that change nothing in texts.
+    """
+
+    name: str
+    architecture: str
+    prefix: str
+    others: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Family:
     """A table between one family's files and our settings and parameters.
 
@@ -155,6 +174,7 @@ class Family:
       ahead: key with the number of layers after the last that predict further tokens; "": none.
       ahead_tensors: pattern of the names of their tensors, where these are not of a layer; "": they
         are. Such layers are left out.
+      around: a model of images and texts whose text model is of this family; None: there is none.
     """
 
     name: str
@@ -169,6 +189,7 @@ class Family:
     null: Mapping[str, Any] = field(default_factory=dict)
     ahead: str = ""
     ahead_tensors: str = ""
+    around: Around | None = None
 
     @property
     def all_parts(self) -> tuple[Part, ...]:

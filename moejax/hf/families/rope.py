@@ -20,6 +20,7 @@ POSITIONS = {"rope_scaling": None, "rope_parameters": None}  # nulls that famili
 NULLS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # Keys of each kind of scaling, besides those of any kind.
 ANY = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+SECTIONS = ("mrope_section", "mrope_interleaved")
 STRETCHED = ("factor", "original_max_position_embeddings")
 KINDS = {
     "default": (),
@@ -45,6 +46,8 @@ class Rope:
       rotated: share of a head's channels that rotate where the file does not say.
       latent: whether `mscale_all_dim` scales attention's scores too (DeepSeek).
       named: whether a file must say how positions scale: a missing key would mean a default.
+      sections: whether a file may share channels out to places in images (Qwen3.5), which changes
+        nothing where there is text alone.
     """
 
     theta: float = 10_000.0
@@ -52,6 +55,7 @@ class Rope:
     rotated: float = 1.0
     latent: bool = False
     named: bool = False
+    sections: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -60,6 +64,8 @@ class Rope:
 
     def read(self, config: Config) -> dict[str, Any]:
         given = self._scaling(config)
+        if self.sections:
+            given = {key: x for key, x in given.items() if key not in SECTIONS or x is None}
         kind = given.get("rope_type") or given.get("type") or "default"
         if kind not in KINDS:
             raise InputError(

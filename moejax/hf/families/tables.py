@@ -11,12 +11,13 @@ from moejax.hf.families.biased import DOTS1, ERNIE4_5_MOE, GLM4_MOE, HY_V3, MINI
 from moejax.hf.families.blocks import LayerTypes, LinearTypes, OneWindow, SparseStep
 from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
-from moejax.hf.families.family import Family
+from moejax.hf.families.family import Around, Family
 from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
 from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope
 from moejax.hf.families.tensors import (
     DELTA,
+    DELTA_APART,
     DENSE,
     EXPERTS,
     FUSED,
@@ -266,43 +267,53 @@ GRANITE_MOE = Family(
     ),
 )
 
+DELTA_NET = (
+    CHOICES,
+    KEY_VALUE_HEADS,
+    HeadWidth(),
+    LinearTypes("gated_delta"),
+    SharedExpert(),
+    Same("linear_num_key_heads", "model.linear.key_heads"),
+    Same("linear_num_value_heads", "model.linear.value_heads"),
+    Same("linear_key_head_dim", "model.linear.key_width"),
+    Same("linear_value_head_dim", "model.linear.value_width"),
+    Same("linear_conv_kernel_dim", "model.linear.convolution"),
+    Same("moe_intermediate_size", "moe.expert_hidden"),
+    Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+    Always("attention_bias", False),
+    Balance("choices"),
+)
+WITH_DELTA_NET = {
+    "model.qk_norm": "head",
+    "model.attention_gate": True,
+    "model.zero_centered_norms": True,
+}
+SIZES_OF_DELTA_NET = {
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED_EXPERT = (
+    *mlp("mlp.shared_expert.", "moe"),
+    Rule("shared_gate", "mlp.shared_expert_gate.weight", "1 D"),
+)
+
 QWEN3_NEXT = Family(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     parts=(
-        CHOICES,
-        KEY_VALUE_HEADS,
-        HeadWidth(),
+        *DELTA_NET,
         Rope(partial="partial_rotary_factor", rotated=0.25),
         SparseStep(),
         DenseHidden(),
-        SharedExpert(),
-        LinearTypes("gated_delta"),
-        Same("linear_num_key_heads", "model.linear.key_heads"),
-        Same("linear_num_value_heads", "model.linear.value_heads"),
-        Same("linear_key_head_dim", "model.linear.key_width"),
-        Same("linear_value_head_dim", "model.linear.value_width"),
-        Same("linear_conv_kernel_dim", "model.linear.convolution"),
-        Same("moe_intermediate_size", "moe.expert_hidden"),
-        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
         Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Always("attention_bias", False),
-        Balance("choices"),
     ),
-    implied={
-        "model.qk_norm": "head",
-        "model.attention_gate": True,
-        "model.zero_centered_norms": True,
-    },
-    missing={
-        "head_dim": 256,
-        "num_key_value_heads": 2,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
+    implied=WITH_DELTA_NET,
+    missing=SIZES_OF_DELTA_NET,
     null={"mlp_only_layers": None, **POSITIONS},
     rules=(
         *ROOT,
@@ -311,11 +322,49 @@ QWEN3_NEXT = Family(
         *of_blocks("gated_delta", DELTA),
         *DENSE,
         *router("mlp."),
-        *mlp("mlp.shared_expert.", "moe"),
-        Rule("shared_gate", "mlp.shared_expert_gate.weight", "1 D"),
+        *SHARED_EXPERT,
     ),
     experts=(EXPERTS, FUSED),
     ahead_tensors=r"mtp\..+",
+)
+
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    parts=(
+        *DELTA_NET,
+        Rope(partial="partial_rotary_factor", rotated=0.25, sections=True),
+        Always("attn_output_gate", True),
+        Always("mtp_num_hidden_layers", 0, others=(1,)),  # which is left out
+    ),
+    implied={**WITH_DELTA_NET, "moe.router.renormalize": True, "model.moe_every": 1},
+    unused=("mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+    missing=SIZES_OF_DELTA_NET,
+    null=POSITIONS,
+    rules=(
+        *ROOT,
+        *NORMS,
+        *of_blocks("grouped", GATED),
+        *of_blocks("gated_delta", DELTA_APART),
+        *router("mlp."),
+        *SHARED_EXPERT,
+    ),
+    experts=(EXPERTS, FUSED),
+    ahead_tensors=r"mtp\..+",
+    around=Around(
+        name="qwen3_5_moe",
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        prefix="model.language_model.",
+        others=r"model\.visual\..+",
+        keys=(
+            "vision_config",
+            "image_token_id",
+            "video_token_id",
+            "vision_start_token_id",
+            "vision_end_token_id",
+            "language_model_only",
+        ),
+    ),
 )
 
 FAMILIES = (
@@ -341,4 +390,5 @@ FAMILIES = (
     QWEN2,
     QWEN3,
     QWEN3_NEXT,
+    QWEN3_5_MOE,
 )

@@ -61,6 +61,16 @@ _JOINED = tuple(f"attention.w_{name}" for name in ("q", "k", "v", "gate"))
 _OF_HEADS = ("attention.w_beta", "attention.w_fade")
 _EACH = ("attention.w_q", "G")
 _DIMS = ("GC", "GC", "HC", "HC")
+_DELTA = (
+    *(
+        Rule(own, "linear_attn.conv1d.weight", f"{dims} 1 X", joins=_CONVOLVED)
+        for own, dims in zip(_CONVOLVED, _DIMS, strict=False)
+    ),
+    Rule("attention.log_rate", "linear_attn.A_log"),
+    Rule("attention.fade_bias", "linear_attn.dt_bias"),
+    Rule("attention.scale", "linear_attn.norm.weight"),
+    Rule("attention.w_o", "linear_attn.out_proj.weight", "D HC"),
+)
 DELTA = (
     *(
         Rule(own, "linear_attn.in_proj_qkvz.weight", f"{dims} D", joins=_JOINED, each=_EACH)
@@ -70,14 +80,18 @@ DELTA = (
         Rule(own, "linear_attn.in_proj_ba.weight", "H D", joins=_OF_HEADS, each=_EACH)
         for own in _OF_HEADS
     ),
+    *_DELTA,
+)
+# All queries, all keys, all values; gates and factors of heads in tensors of their own.
+DELTA_APART = (
     *(
-        Rule(own, "linear_attn.conv1d.weight", f"{dims} 1 X", joins=_CONVOLVED)
-        for own, dims in zip(_CONVOLVED, _DIMS, strict=False)
+        Rule(own, "linear_attn.in_proj_qkv.weight", f"{dims} D", joins=_JOINED[:3])
+        for own, dims in zip(_JOINED[:3], _DIMS, strict=False)
     ),
-    Rule("attention.log_rate", "linear_attn.A_log"),
-    Rule("attention.fade_bias", "linear_attn.dt_bias"),
-    Rule("attention.scale", "linear_attn.norm.weight"),
-    Rule("attention.w_o", "linear_attn.out_proj.weight", "D HC"),
+    Rule("attention.w_gate", "linear_attn.in_proj_z.weight", "HC D"),
+    Rule("attention.w_beta", "linear_attn.in_proj_b.weight", "H D"),
+    Rule("attention.w_fade", "linear_attn.in_proj_a.weight", "H D"),
+    *_DELTA,
 )
 
 # Multi-token prediction: a layer after the last, with norms and a projection of its own. Files of

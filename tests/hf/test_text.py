@@ -1,0 +1,130 @@
+"""Text models inside models of images and texts: what is read, left out and refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moejax.errors import InputError
+from moejax.hf.config import config_of
+from moejax.hf.families import family_of
+from moejax.hf.origin import read_config
+from moejax.hf.reader import Folder
+from moejax.hf.text import read_text_config
+from moejax.step.state import flat
+from tests.hf.golden import cases_of, golden_folder, import_weights
+from tests.hf.random_models import draw_all, write_folder
+
+# Whole models are traced, whose layers have tests.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
+CASES = cases_of("qwen3_5_moe_text")
+ODD, EVEN = CASES
+AROUND = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "image_token_id": 5,
+    "vision_config": {"depth": 1},
+    "transformers_version": "5.23.0",
+}
+OTHERS = {"model.visual.merger.norm.weight": [4], "mtp.fc.weight": [4, 8]}
+
+
+def around(text, **changes):
+    """The `config.json` of a model of images and texts, with that of a text model inside."""
+    inside = {key: x for key, x in text.items() if key != "architectures"}
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    return {**AROUND, **tied, "text_config": inside, **changes}
+
+
+def longer(name):
+    """The name of a text model's tensor there."""
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def write_around(place, case, **changes):
+    tensors = {longer(name): x for name, x in draw_all(case["tensors"]).items()}
+    return write_folder(place, around(case["config"], **changes), tensors | draw_all(OTHERS))
+
+
+def assert_same_weights(got, wanted):
+    found, expected = flat(got.params), flat(wanted.params)
+    assert list(found) == list(expected)
+    for path, array in expected.items():
+        assert np.asarray(found[path]).tobytes() == np.asarray(array).tobytes(), path
+
+
+@pytest.mark.parametrize("config", ["around", "text"])
+def test_the_text_model_is_read_and_images_are_named_as_left_out(tmp_path, config):
+    """transformers saves a text model out of such a folder under the longer names, too."""
+    case = CASES[ODD]
+    wanted = import_weights(golden_folder(tmp_path / "text", case))
+    path = write_around(tmp_path / "around", case)
+    if config == "text":
+        (path / "config.json").write_text(json.dumps(case["config"]))
+    got = import_weights(path)
+    assert_same_weights(got, wanted)
+    assert got.train_step.cfg == wanted.train_step.cfg
+    assert sorted(got.plan.left_out.values()) == [[name] for name in sorted(OTHERS)]
+    assert any("the text model alone is read" in reason for reason in got.plan.left_out)
+
+
+def test_an_export_has_the_text_models_own_config(tmp_path):
+    path = write_around(tmp_path, CASES[EVEN])
+    base = read_config(path)
+    with Folder(path) as folder:
+        assert folder.config == base
+        written = family_of(base).write(config_of(folder), base)
+    assert written["architectures"] == ["Qwen3_5MoeForCausalLM"]
+    assert written["model_type"] == "qwen3_5_moe_text"
+    assert written["tie_word_embeddings"] is True
+    assert not {"text_config", "vision_config", "image_token_id"} & set(written)
+
+
+def test_what_stands_beside_the_text_model_counts_where_it_says_nothing(tmp_path):
+    quantised = {"quant_method": "fp8"}
+    keys = around(CASES[ODD]["config"], quantization_config=quantised, pad_token_id=7)
+    assert keys["text_config"]["pad_token_id"] is None
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    found = read_text_config(tmp_path / "config.json")
+    assert found["quantization_config"] == quantised
+    assert (found["pad_token_id"], found["bos_token_id"]) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"text_config": None}, "`text_config` is None. It must be an object"),
+        ({"some_key": 1, "other": 2}, "`some_key`, `other`, whose meaning for qwen3_5_moe_text"),
+        ({"tie_word_embeddings": True}, "keys disagree: `tie_word_embeddings` is True, and False"),
+    ],
+)
+def test_what_is_not_known_around_it_is_refused(tmp_path, changes, fragment):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(around(CASES[ODD]["config"], **changes)))
+    with pytest.raises(InputError) as raised:
+        read_text_config(path)
+    assert fragment in str(raised.value)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Qwen3_5MoeForImages"]},
+        {"text_config": {"model_type": "qwen3_5_text"}},
+    ],
+)
+def test_another_model_is_of_no_family(tmp_path, changes):
+    (tmp_path / "config.json").write_text(json.dumps(around(CASES[ODD]["config"], **changes)))
+    with pytest.raises(InputError, match="no family for `model_type`"):
+        family_of(read_text_config(tmp_path / "config.json"))
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path):
+    case = CASES[EVEN]
+    tensors = draw_all(case["tensors"])
+    tensors |= {longer("model.norm.weight"): tensors["model.norm.weight"]}
+    path = write_folder(tmp_path, case["config"], tensors)
+    with pytest.raises(InputError, match=r"'model\.norm\.weight' is there twice"):
+        Folder(path)
