@@ -27,7 +27,7 @@ AROUND = {
     "vision_config": {"depth": 1},
     "transformers_version": "5.23.0",
 }
-OTHERS = {"model.visual.merger.norm.weight": [4], "mtp.fc.weight": [4, 8]}
+OTHERS = {"model.visual.merger.norm.weight": (4,), "mtp.fc.weight": (4, 8)}
 
 
 def around(text, **changes):

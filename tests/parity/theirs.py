@@ -32,7 +32,7 @@ def with_images(folder: Path, text: dict) -> torch.nn.Module:
     )
     kind = transformers.Qwen3_5MoeForConditionalGeneration
     kind(config).float().save_pretrained(folder)
-    shapes = {name: list(x.shape) for name, x in load_file(folder / "model.safetensors").items()}
+    shapes = {name: x.shape for name, x in load_file(folder / "model.safetensors").items()}
     write_folder(folder, json.loads((folder / "config.json").read_text()), draw_all(shapes))
     model, info = kind.from_pretrained(
         folder,
