@@ -24,7 +24,7 @@ What `published.json` was compared with, because the files of the authors could 
   public notes.
 - GLM-4.5: sizes alone, from NVIDIA's page on Megatron Bridge. Qwen1.5-MoE-A2.7B: sizes alone, from
   the defaults of transformers' `Qwen2MoeConfig`. Qwen3-Next-80B-A3B: sizes alone, from the defaults
-  of `Qwen3NextConfig`; base of the rotary positions and longest context from its model card.
+  of `Qwen3NextConfig`; base of the rotary positions and longest context were compared with nothing.
 - Qwen3.5-35B-A3B, 397B-A17B: the keys of the text model that public notes and scripts name; of the
   second the heads of linear attention are not among them, and fit the parameters of its name.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
