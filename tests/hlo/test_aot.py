@@ -181,6 +181,7 @@ def test_two_levels_cross_the_slow_link_on_one_axis_and_the_fast_link_on_another
     assert axes == {("expert_slow",), ("expert_fast",)}
 
 
+@pytest.mark.exhaustive
 def test_control_by_default_one_exchange_hides_at_a_time():
     step = compiled("control", "XLA's default")
     assert len(step.token_exchanges()) > 0

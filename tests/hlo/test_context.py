@@ -56,7 +56,8 @@ def attention_of_gpt_oss(kind):
     return lowered.compile(compiler_options=OPTIMIZE).as_text()
 
 
-@pytest.mark.parametrize("kind", ["h200", pytest.param("b200", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["h200", "b200"])
 def test_attention_of_gpt_oss_is_a_kernel_forward_and_backward(kind):
     """Sinks, windows and documents. Mosaic compiles for one kind of GPU in a process."""
     program = f"from tests.hlo.test_context import *; print(attention_of_gpt_oss('{kind}'))"
