@@ -2,7 +2,8 @@
 
 Read in this order: `views` (one tensor and one parameter), `rules` (all of a model's), `families`
 with `config` (`config.json` as settings), `model` (a config's, without a mesh), `files` and
-`reader` (a folder, distrusted), `load` (onto a mesh), `writer` (a new folder), `adapters` (for
-peft). `origin` keeps small files for an export, `in_flight` bounds the bytes of several threads.
+`reader` (a folder, distrusted; `text`: of a model inside another), `load` (onto a mesh), `writer`
+(a new folder), `adapters` (for peft). `origin` keeps small files for an export, `in_flight` bounds
+the bytes of several threads.
 Plain NumPy up to `load`.
 """
