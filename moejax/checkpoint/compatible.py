@@ -41,7 +41,7 @@ FREE = (
     "lora.base_dtype",
     "kernels",
 )
-# Settings that decide the parameters, their shapes, and what a norm's mean.
+# Settings that decide the parameters, their shapes, and how stored norms scale.
 SHAPES = (
     "model.vocab_size",
     "model.width",
