@@ -41,6 +41,18 @@ from moejax.hf.families.tensors import (
 )
 from moejax.hf.rules import Rule
 
+# Parts of GLM-4.5, and of models that began with its code.
+GLM = (
+    SHARED_EXPERTS,
+    Groups(),
+    SequenceBalance(default=PAPER),
+    Same("attention_bias", "model.attention_bias", default=False),
+    Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
+    Same("moe_intermediate_size", "moe.expert_hidden"),
+    Same("norm_topk_prob", "moe.router.renormalize", default=True),
+    Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+)
+
 GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -52,14 +64,7 @@ GLM4_MOE = Family(
         Rope(partial="partial_rotary_factor", rotated=0.5),
         FIRST_DENSE,
         DenseHidden(),
-        SHARED_EXPERTS,
-        Groups(),
-        SequenceBalance(default=PAPER),
-        Same("attention_bias", "model.attention_bias", default=False),
-        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
-        Same("moe_intermediate_size", "moe.expert_hidden"),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        *GLM,
     ),
     implied={"model.moe_every": 1, "moe.router.score": "sigmoid"},
     missing={"first_k_dense_replace": 1, "n_group": 1, "num_key_value_heads": 8, "topk_group": 1},
@@ -128,14 +133,7 @@ SOLAR_OPEN = Family(
         KEY_VALUE_HEADS,
         HeadWidth(),
         Rope(theta=1e6),
-        SHARED_EXPERTS,
-        Groups(),
-        SequenceBalance(default=PAPER),
-        Same("attention_bias", "model.attention_bias", default=False),
-        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
-        Same("moe_intermediate_size", "moe.expert_hidden"),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        *GLM,
         # Keys of GLM-4.5, whose code it was; all blocks have experts.
         Always("first_k_dense_replace", 0),
         Always("use_qk_norm", False, written=False),

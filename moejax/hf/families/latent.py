@@ -66,6 +66,16 @@ DEEPSEEK_V2 = Family(
     experts=(EXPERTS, FUSED),
 )
 
+# The router of DeepSeek-V3, and the channels that it rotates.
+V3 = (
+    Groups(),
+    SequenceBalance(default=PAPER),
+    Same("norm_topk_prob", "moe.router.renormalize", default=True),
+    Always("topk_method", "noaux_tc"),
+    Always("scoring_func", "sigmoid"),
+    Always("rope_interleave", True),
+)
+
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -74,12 +84,7 @@ DEEPSEEK_V3 = Family(
         *MLA,
         FIRST_DENSE,
         Same("routed_scaling_factor", "moe.router.weight_scale", default=2.5),
-        Groups(),
-        SequenceBalance(default=PAPER),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Always("topk_method", "noaux_tc"),
-        Always("scoring_func", "sigmoid"),
-        Always("rope_interleave", True),
+        *V3,
     ),
     implied={"model.moe_every": 1, "moe.router.score": "sigmoid"},
     unused=("num_mtp_layers",),
@@ -103,12 +108,7 @@ GLM4_MOE_LITE = Family(
         *MLA,
         MlpTypes(),
         Same("routed_scaling_factor", "moe.router.weight_scale", default=1.8),
-        Groups(),
-        SequenceBalance(default=PAPER),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Always("topk_method", "noaux_tc"),
-        Always("scoring_func", "sigmoid"),
-        Always("rope_interleave", True),
+        *V3,
         Always("partial_rotary_factor", 1.0, written=False),
     ),
     implied={"moe.router.score": "sigmoid"},
