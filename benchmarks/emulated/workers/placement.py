@@ -119,9 +119,11 @@ def timed(case: dict, programs: Programs) -> dict[str, dict[str, list]]:
             wanted_LE = expected(name, number, told, E)
             jax.block_until_ready(meet(1.0))
             began = time.perf_counter()
+            moved = 0.0
             if wanted_LE is not None:
                 states[name] = places[name].place(states[name], wanted_LE, PLAN)
-            moved = time.perf_counter() - began
+                jax.block_until_ready(meet(1.0))
+                moved = time.perf_counter() - began
             state = with_embeddings(states[name], table)
             jax.block_until_ready(meet(1.0))
             before, began = int(SENT.read_text()), time.perf_counter()
