@@ -280,9 +280,9 @@ def models(result: dict[str, Any], setup: dict[str, Any]) -> list[str]:
         f"{tokens:,} tokens, one seed. The balance loss has moejax's default coefficient, "
         f"{given['balance loss']:g} as a mean over layers. The selection bias moves "
         f"{given['bias']:g} a step; the loss of a sequence is {given['sequence loss']:g} a layer, "
-        "as DeepSeek-V3's. Scores are sigmoids where there is a bias, else a softmax. Weights are "
-        "those of the run in memory: nothing was exported or imported. Bits per byte on the "
-        "recorded rows:"
+        "as DeepSeek-V3's. Scores are sigmoids where there is a bias, else a softmax. At the last "
+        "step the model was exported to files of `transformers` and imported again: all that is "
+        "said of other texts is of an imported model. Bits per byte on the recorded rows:"
     )
     if absent := [way for way in WAYS_BALANCED if way not in result["ways"]]:
         text = f"This record was made without: {', '.join(absent)} (`--ways`). {text}"

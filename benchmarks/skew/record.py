@@ -7,6 +7,7 @@ import contextlib
 import math
 import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from moejax.config.schema import (
     RouterConfig,
     TrainConfig,
 )
+from moejax.convert.exporting import export_run
+from moejax.convert.importing import import_folder
 from moejax.serve.engine import Engine
 from moejax.serve.samples import Sample
 
@@ -88,7 +91,7 @@ def ways(layers: int) -> dict[str, RouterConfig]:
 
 
 def config_of(setup: Setup, router: RouterConfig) -> Config:
-    """Returns the config of a run, which saves nothing."""
+    """Returns the config of a run, which saves its end."""
     heads = setup.width // 32
     return Config(
         model=ModelConfig(
@@ -114,7 +117,7 @@ def config_of(setup: Setup, router: RouterConfig) -> Config:
             eval_every=None,
             sample_tokens=0,
         ),
-        checkpoint=CheckpointConfig(save_every=None),
+        checkpoint=CheckpointConfig(save_every=setup.steps),
     )
 
 
@@ -138,32 +141,41 @@ def bits_of(samples: list[Sample]) -> float:
     return -float(np.mean([sample.prompt_logprobs for sample in samples])) / math.log(2)
 
 
+def imported(folder: Path) -> Engine:
+    """Returns the model at the end of the run in folder/run, exported and imported again."""
+    export_run(folder / "run", folder / "exported", dtype="float32")
+    import_folder(folder / "exported", folder / "imported")
+    return Engine(folder / "imported")
+
+
 def train(setup: Setup, router: RouterConfig, texts: dict[str, np.ndarray]) -> Recorded:
-    """Trains a model, and records its choices at some steps."""
+    """Trains a model, and records its choices at some steps, and as imported those of all texts."""
     recorded = Recorded()
 
     def record(run: LiveRun) -> None:
         if run.step not in setup.recorded:
             return
-        engine, last = run.engine(), run.step == setup.steps
-        own = read(engine, texts[OWN][: setup.rows if last else setup.rows_before])
-        recorded.choices[run.step] = choices_of(own)
-        recorded.bits[str(run.step)] = bits_of(own)
-        if not last:
-            return
-        recorded.samples[OWN] = own
-        for kind in OTHER:
-            other = read(engine, texts[kind])
-            recorded.other[kind], recorded.bits[kind] = choices_of(other), bits_of(other)
-            recorded.samples[kind] = other
-        raise _EnoughError
+        if run.step == setup.steps:
+            raise _EnoughError
+        own = read(run.engine(), texts[OWN][: setup.rows_before])
+        recorded.choices[run.step], recorded.bits[str(run.step)] = choices_of(own), bits_of(own)
 
     with tempfile.TemporaryDirectory() as directory:
-        cfg = config_of(setup, router)
-        settings = [f"run_dir={directory}"]
+        folder = Path(directory)
+        settings = [f"run_dir={folder / 'run'}"]
         every = math.gcd(*setup.recorded)
         with contextlib.suppress(_EnoughError):
+            cfg = config_of(setup, router)
             run_training(cfg, settings, quiet=True, on_step=record, every=every)
+        engine = imported(folder)
+        for kind, rows in texts.items():
+            found = read(engine, rows)
+            choices, bits = choices_of(found), bits_of(found)
+            recorded.samples[kind] = found
+            if kind == OWN:
+                recorded.choices[setup.steps], recorded.bits[str(setup.steps)] = choices, bits
+            else:
+                recorded.other[kind], recorded.bits[kind] = choices, bits
     return recorded
 
 
