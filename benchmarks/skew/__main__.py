@@ -4,8 +4,8 @@ Small models are trained on the source of Python's library, as bytes, on one CPU
 balance loss, with a selection bias, with a bias and a loss of each sequence, and with none.
 At some steps the experts of every token of held-out text are recorded; at the last step by the
 model as exported and imported again, and also those of other texts: a model that reads what it was
-not trained on. All else is counted from these choices. No load is invented. Times play no part. Writes skew.json and skew.md, and to
-benchmarks/recorded the loads and some choices.
+not trained on. All else is counted from these choices. No load is invented. Times play no part.
+Writes skew.json and skew.md, and to benchmarks/recorded the loads and some choices.
 
     python -m benchmarks.skew --out benchmarks/results
 """
