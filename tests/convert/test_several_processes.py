@@ -79,7 +79,7 @@ def alone(place, imported, unchecked_annotations):
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_import_what_one_does(alone):
     one, two = (
         (alone / name / "model.safetensors").read_bytes() for name in ("alone", "alone-float32")

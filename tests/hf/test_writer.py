@@ -29,7 +29,7 @@ from moejax.hf.writer import (
 from moejax.runtime.processes import ALONE
 from moejax.step.state import flat
 from tests.cases import step_for
-from tests.hf.golden import all_cases, cases_of, golden_folder, import_weights
+from tests.hf.golden import OFTEN, all_cases, cases_of, golden_folder, import_weights
 from tests.hf.random_models import SELECTION_BIASES, draw_all, write_folder
 
 # Whole models are traced, whose layers have tests.
@@ -80,7 +80,7 @@ def assert_same_tensors(got, wanted):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "name"), all_cases())
+@pytest.mark.parametrize(("family", "name"), all_cases(always=OFTEN))
 def test_export_gives_back_what_was_imported(tmp_path, family, name, dtype):
     case = cases_of(family)[name]
     tensors = {
@@ -103,7 +103,7 @@ def test_export_gives_back_what_was_imported(tmp_path, family, name, dtype):
         assert np.asarray(arrays_again[path]).tobytes() == np.asarray(array).tobytes(), path
 
 
-@pytest.mark.parametrize(("family", "name"), all_cases("even"))
+@pytest.mark.parametrize(("family", "name"), all_cases("even", always=OFTEN[:2]))
 def test_a_mesh_writes_the_same_files(tmp_path, family, name):
     case = cases_of(family)[name]
     path = golden_folder(tmp_path / "in", case)

@@ -66,7 +66,7 @@ CASES = [
 
 def how_often(number):
     """The marks of a case: those that run hold each value, together."""
-    if number in (1, 9, 11, 12):
+    if number in (9, 12):
         return [pytest.mark.slow]
     return [] if number == 0 else [pytest.mark.exhaustive]
 

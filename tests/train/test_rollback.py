@@ -69,6 +69,7 @@ def test_a_run_goes_back_and_leaves_out_exactly_the_bad_batches_also_if_it_is_ki
         assert end_of(tmp_path / die)[1] == bits
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_from_before_goes_back_to_its_first_state(run, tmp_path):
     _, seen = run("first", {3, 4, 9, 10}, max_skipped=2)
     # First from step 5 to 0 without batches 0 to 4; then batches 9 and 10 are those of steps 5, 6.

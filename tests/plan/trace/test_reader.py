@@ -143,7 +143,7 @@ def test_the_steps_flops_are_the_models():
     assert flops(schedule, "loss") == 3 * 2 * tokens * D * model.vocab_size
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_remat_step_keeps_more_products_from_being_computed_again():
     executed = {}
     for remat in ("none", "experts", "attention", "token_collectives", "full"):
@@ -322,7 +322,12 @@ def test_codecs_are_counted_as_the_compiler_does(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "exchange"),
-    [({}, "gather"), ({"sliding_window": 3}, "gather"), (LATENT, "gather"), ({}, "ring")],
+    [
+        pytest.param({}, "gather", marks=pytest.mark.exhaustive),
+        pytest.param({"sliding_window": 3}, "gather", marks=pytest.mark.exhaustive),
+        (LATENT, "gather"),
+        ({}, "ring"),
+    ],
 )
 def test_keys_of_shared_sequences_are_counted_as_the_compiler_does(model, exchange):
     """All of them across two nodes first, and then inside; those before each stripe; along a ring.

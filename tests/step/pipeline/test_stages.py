@@ -132,7 +132,7 @@ def assert_same_gradients(cfg, change=lambda state: state, within=2e-5):
 
 # Stages, micro-batches of each, and the mesh of a stage.
 SHAPES = [
-    pytest.param(4, 2, (2, 1, 1, 1), {"schedule": "combined_1f1b"}, marks=pytest.mark.slow),
+    pytest.param(4, 2, (2, 1, 1, 1), {"schedule": "combined_1f1b"}, marks=ANY),
     pytest.param(4, 1, (1, 2, 1, 1), {"schedule": "combined_1f1b"}, marks=ANY),
     pytest.param(2, 4, (1, 2, 1, 2), {}, marks=ANY),
     pytest.param(4, 4, (1, 2, 1, 1), {}, marks=ANY),
@@ -160,7 +160,7 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(
     assert_same_gradients(config(mesh, stages, stages * times, layers=stages * chunks, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_of_interleaved_stages_that_save_inputs_after_leading_layers():
     """The cheapest case with virtual stages, saved inputs, and gradients of leading layers."""
     model = {"moe_every": None, "stage_chunks": 2, "layers_before_stages": 1}
@@ -567,7 +567,7 @@ def test_feedback_between_stages_makes_gradients_of_a_step_worse(codec):
 @pytest.mark.parametrize(
     ("model", "lora"),
     [
-        ({"remat": "dots"}, {}),
+        pytest.param({"remat": "dots"}, {}, marks=ANY),
         pytest.param({"remat": "full"}, {}, marks=ANY),
         ({"remat": "dots", "dtype": "bfloat16"}, {"rank": 4}),
     ],
