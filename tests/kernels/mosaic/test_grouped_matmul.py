@@ -78,7 +78,10 @@ def test_drawn_products_and_gradients(sizes, spare, K, N, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "fused"), [([1, 129], True), ([70, 0, 3], False)])
+@pytest.mark.parametrize(
+    ("sizes", "fused"),
+    [([1, 129], True), pytest.param([70, 0, 3], False, marks=pytest.mark.exhaustive)],
+)
 def test_experts_equal_the_reference_in_one_kernel_and_where_biases_stand_between(sizes, fused):
     rng, D, F = np.random.default_rng(0), 128, 64
     M, G, counts = sum(sizes) + 6, len(sizes), jnp.asarray(sizes, jnp.int32)

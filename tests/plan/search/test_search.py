@@ -266,7 +266,7 @@ def test_rules_of_thumb_are_the_meshes_that_people_take(experts, near, far):
     assert {(one.route, one.compression.preset) for one in found.values()} == {("split", "none")}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rules_are_priced_beside_the_plans_whatever_is_pinned(found):
     assert list(found.rules) == sorted(found.rules, key=lambda n: found.rules[n].seconds)
     spread = found.rules["EP"]
