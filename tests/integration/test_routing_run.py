@@ -53,6 +53,7 @@ def train(place, name, *words):
     return run(place, *(f"--config.{word}" for word in settings))
 
 
+@pytest.mark.exhaustive
 def test_a_run_sends_tokens_to_recorded_experts_and_resumes_to_the_same_bits(place):
     code, out, err = train(place, "straight", "train.num_steps=6")
     assert code == 0, err
