@@ -56,7 +56,7 @@ MORE = {"attention_sinks": True, "attention_output_bias": True, "rope_width": 6}
 LATENT = {"attention": "latent", "attention_bias": False, "rope_width": 4, "kv_latent": 16}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model",
     [

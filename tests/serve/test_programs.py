@@ -120,6 +120,7 @@ def test_devices_share_a_cache(monkeypatch, mesh, activations, model, context):
     check_cached(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=context)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "model", "targets"),
     [

@@ -67,7 +67,7 @@ CASES = [
 
 def how_often(number):
     """The marks of a case: those that run hold each value, together."""
-    if number in (9, 12):
+    if number == 9:
         return [pytest.mark.slow]
     return [] if number == 0 else [pytest.mark.exhaustive]
 
@@ -83,7 +83,7 @@ def test_shared_sequences_give_the_oracles_loss_and_gradients(cfg):
 STAGED = {"context": 2, "context_stripe": 4}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "stages", "axis", "changes"),
     [

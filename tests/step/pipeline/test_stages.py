@@ -335,7 +335,7 @@ def test_steps_are_those_of_one_device(name, chunks):
         np.testing.assert_array_equal(g, w)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("activations", "model", "slices"),
     [
