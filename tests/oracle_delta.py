@@ -34,8 +34,13 @@ def _flat(w_HCX):
 
 
 def delta_by_position(q, k, v, g, beta, segment_BT, state=None):
-    """Returns what each position reads, and the state after the last one, of `gated_delta`."""
+    """Returns what each position reads, and the state after the last one, of `gated_delta`.
+
+    Args:
+      g: [B, T, H], or [B, T, G, C] for each channel of keys.
+    """
     B, _, H, V = v.shape
+    g = g[..., None] if g.ndim == 3 else jnp.repeat(g, H // g.shape[2], axis=2)
     q, k = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (q, k))
     if state is None:
         state = jnp.zeros((B, H, k.shape[-1], V), v.dtype)
@@ -44,7 +49,7 @@ def delta_by_position(q, k, v, g, beta, segment_BT, state=None):
     def position(state, now):
         q, k, v, g, beta, begins = now
         state = jnp.where(begins[:, None, None, None], 0.0, state)
-        state = state * jnp.exp(g)[..., None, None]
+        state = state * jnp.exp(g)[..., None]
         held = jnp.einsum("BHC,BHCV->BHV", k, state)
         state = state + jnp.einsum("BHC,BHV->BHCV", k, beta[..., None] * (v - held))
         return state, jnp.einsum("BHC,BHCV->BHV", q, state)
