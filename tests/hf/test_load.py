@@ -91,19 +91,6 @@ def test_fused_experts_are_read_too(tmp_path, wanted):
     assert_same(weights(tmp_path, CASE, MESHES[0], tensors), wanted)
 
 
-@pytest.mark.slow
-def test_dense_mlps_of_kimi_linear_are_read_by_the_names_that_transformers_saves(tmp_path):
-    case = cases_of("kimi_linear")["even, groups"]
-    tensors = draw_all(case["tensors"])
-    renamed = {name.replace(".mlp.", ".block_sparse_moe."): x for name, x in tensors.items()}
-    assert sum(name not in tensors for name in renamed) == 3
-    got, wanted = (
-        weights(tmp_path / name, case, ONE_DEVICE, values)
-        for name, values in (("saved", renamed), ("released", tensors))
-    )
-    assert_same(got, wanted)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_weights_are_widened_exactly(tmp_path, wanted, dtype):
     tensors = {k: v.astype(dtype) for k, v in draw_all(CASE["tensors"]).items()}
