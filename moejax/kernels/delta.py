@@ -322,7 +322,8 @@ def _faded_products(a_QC: jax.Array, k_QC: jax.Array, sums: Sums) -> jax.Array:
     def halves(size: int, block: int) -> tuple[jax.Array, jax.Array]:
         share = sums.share(partial(_to_the_middle, size=size))
         share = share.reshape(k_QC.shape)
-        return tuple(_blocks((x * share).astype(dtype), block) for x in (a_QC, k_QC))
+        a_nQC, k_nQC = (_blocks((x * share).astype(dtype), block) for x in (a_QC, k_QC))
+        return a_nQC, k_nQC
 
     place, size = jnp.arange(base), 1
     own_nQ = jnp.sum(_blocks(a_QC.astype(jnp.float32) * k_QC, base), axis=-1)
