@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.config.schema import Config, RopeConfig
+from moejax.config.schema import Config, ModelConfig, RopeConfig
 from tests.oracle_delta import linear
 
 
@@ -54,7 +54,7 @@ def _grouped(w, x, seen, cfg: Config):
             for a, n in ((q, "q_norm"), (k, "k_norm"))
         )
     R = model.rope_width or model.head_width
-    q, k = (jnp.concatenate([turned(a[..., :R], model.rope), a[..., R:]], axis=-1) for a in (q, k))
+    q, k = (jnp.concatenate([turned(a[..., :R], model), a[..., R:]], axis=-1) for a in (q, k))
     if model.qk_norm == "rotated":
         q, k = (
             norm(a, w[n]["scale"], model.norm_epsilon) for a, n in ((q, "q_norm"), (k, "k_norm"))
@@ -81,11 +81,11 @@ def _latent(w, x, seen, cfg: Config):
         q = jnp.einsum("BTZ,ZHC->BTHC", q, w["w_uq"])
     down = x @ w["w_dkv"]
     latent = norm(down[..., : model.kv_latent], w["kv_norm"]["scale"], epsilon)
-    shared = turned(down[:, :, None, model.kv_latent :], model.rope)[:, :, 0]
+    shared = turned(down[:, :, None, model.kv_latent :], model)[:, :, 0]
     up_keys, up_values = w["w_ukv"][..., :plain], w["w_ukv"][..., plain:]
     absorbed = jnp.einsum("BTHC,ZHC->BTHZ", q[..., :plain], up_keys)
     score = jnp.einsum("BTHZ,BSZ->BHTS", absorbed, latent)
-    score += jnp.einsum("BTHR,BSR->BHTS", turned(q[..., plain:], model.rope), shared)
+    score += jnp.einsum("BTHR,BSR->BHTS", turned(q[..., plain:], model), shared)
     chance = _chances(score * scale_of_scores(cfg), seen, None)
     mean = jnp.einsum("BHTS,BSZ->BTHZ", chance, latent)
     return jnp.einsum("BTHZ,ZHC,HCD->BTD", mean, up_values, w["w_o"])
@@ -112,9 +112,11 @@ def magnitude(scale: float, factor: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0
 
 
-def turned(x, rope: RopeConfig):
+def turned(x, model: ModelConfig):
     """Rotary positions as complex multiplication, of all channels of x [B, T, H, R]."""
-    half = x.shape[-1] // 2
+    if model.positions == "none":
+        return x
+    rope, half = model.rope, x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None] * frequencies(rope, half)
     turn = (factor_of_turns(rope) * np.exp(1j * angle))[None, :, None, :]
     z = (x[..., :half] + 1j * x[..., half:]) * turn

@@ -52,9 +52,10 @@ class LinearConfig:
 
     form: str = setting(
         "none",
-        "gated_delta: gated delta net (Qwen3-Next), in blocks without softmax attention, which are "
-        "all but each model.full_attention_every-th; none: no block has it",
-        choices=("none", "gated_delta"),
+        "gated_delta: gated delta net (Qwen3-Next), kimi_delta: with fading of each channel (Kimi "
+        "Linear), in blocks without softmax attention, which are all but each "
+        "model.full_attention_every-th; none: no block has it",
+        choices=("none", "gated_delta", "kimi_delta"),
     )
     key_heads: int = setting(2, "heads of queries and keys", at_least=1)
     value_heads: int = setting(4, "heads of values, with a state each; a multiple", at_least=1)
@@ -81,8 +82,16 @@ class ModelConfig:
     num_heads: int = setting(4, "H: query heads", at_least=1)
     num_kv_heads: int = setting(2, "G: key and value heads; H must be a multiple", at_least=1)
     head_width: int = setting(32, "C: channels of one head", at_least=2)
+    positions: str = setting(
+        "rotary",
+        "rotary: queries and keys rotate; none: they do not (Kimi Linear)",
+        choices=("rotary", "none"),
+    )
     rope_width: int | None = setting(
-        None, "channels of a head that rotate; none: all (latent attention needs it)", at_least=2
+        None,
+        "channels of a head that rotate; none: all. Latent attention needs it, without positions "
+        "too: keys of all heads have them in common",
+        at_least=2,
     )
     q_latent: int | None = setting(
         None, "Z: width of the latent of queries; none: projected directly", at_least=1
@@ -217,8 +226,13 @@ class ModelConfig:
         return self.value_width or self.head_width
 
     @property
+    def rotates(self) -> bool:
+        """True if queries and keys rotate."""
+        return self.positions == "rotary"
+
+    @property
     def rotated_channels(self) -> int:
-        """Channels of a head that rotate."""
+        """Channels of a head that rotate, or would with positions."""
         return self.rope_width or self.head_width
 
     @property

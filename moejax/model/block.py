@@ -24,9 +24,9 @@ from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model.layers import MLP, RMSNorm, model_norm, scaled
 from moejax.model.mixers.attention import Attention
-from moejax.model.mixers.delta import GatedDeltaNet
+from moejax.model.mixers.delta import GatedDeltaNet, KimiDelta
 from moejax.model.mixers.latent import LatentAttention
-from moejax.model.rope import Angles, angles_at
+from moejax.model.rope import Angles, model_angles
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
 
@@ -35,6 +35,7 @@ MIXERS: dict[str, Any] = {
     "grouped": Attention,
     "latent": LatentAttention,
     "gated_delta": GatedDeltaNet,
+    "kimi_delta": KimiDelta,
 }
 # Calls a block's attention; returns its output, and the arrays for a cache.
 Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
@@ -147,7 +148,7 @@ class Slice(NamedTuple):
 
     def angles(self, cfg: ModelConfig) -> Angles:
         """Returns the angles of its positions."""
-        return angles_at(self.position_T, cfg.rotated_channels, cfg.rope)
+        return model_angles(self.position_T, cfg)
 
     def attends(self, segment_BS: jax.Array) -> list[Any]:
         """Returns for each block its attention to this slice and those before it."""

@@ -28,7 +28,7 @@ from moejax.model.block import MIXERS, Pattern
 from moejax.model.context import Rows
 from moejax.model.layers import logits
 from moejax.model.mixers.interface import CacheArray, CacheSize
-from moejax.model.rope import angles_at
+from moejax.model.rope import model_angles
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 
@@ -92,7 +92,7 @@ def extend(
       routing: whether the experts of the tokens are returned. Wire: their ids, over tensor.
     """
     cfg = model.cfg
-    angles = angles_at(rows.position_RT.reshape(-1), cfg.rotated_channels, cfg.rope)
+    angles = model_angles(rows.position_RT.reshape(-1), cfg)
     is_token_1M = rows.is_token_RT.reshape(1, -1)
     table_vD = model.embedding.weights()[0]
     x_1tD = model.embedding.embed(token_RT.reshape(1, -1), table_vD)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from moejax.annotations import Array, Float
 from moejax.config.schema import ModelConfig, RopeConfig
 
-Angles = tuple[jax.Array, jax.Array]  # cos and sin, from `angles_at`
+Angles = tuple[jax.Array, jax.Array]  # cos and sin, from `model_angles`
 
 
 def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
@@ -86,9 +86,11 @@ def rotate(x_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T
     The first R channels of a head rotate, and the others pass.
 
     Args:
-      angles: cos and sin, each [T, R/2], from `angles_at`.
+      angles: cos and sin, each [T, R/2], from `model_angles`.
     """
     C, R = x_BTHC.shape[-1], 2 * angles[0].shape[-1]
+    if R == 0:
+        return x_BTHC
     if R < C:
         first, passed = jnp.split(x_BTHC, [R], axis=-1)
         return jnp.concatenate([rotate(first, angles), passed], axis=-1)
@@ -103,3 +105,8 @@ def angles_at(position_T: jax.Array, channels: int, cfg: RopeConfig) -> Angles:
     frequency, scale = frequencies(channels, cfg)
     angle = position_T.astype(jnp.float32)[:, None] * frequency
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def model_angles(position_T: jax.Array, cfg: ModelConfig) -> Angles:
+    """Returns the angles of these positions in a model; of no channels if none rotates."""
+    return angles_at(position_T, cfg.rotated_channels if cfg.rotates else 0, cfg.rope)

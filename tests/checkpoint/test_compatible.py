@@ -46,6 +46,7 @@ OTHER = {
     "model.stage_chunks": 2,
     "model.attention": "latent",
     "model.linear.form": "none",
+    "model.positions": "none",
     "model.rope_width": 4,
     "model.q_latent": 16,
     "model.kv_latent": 16,

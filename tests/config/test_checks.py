@@ -20,6 +20,7 @@ from tests.config.files import (
 LATENT = "model.attention=latent model.kv_latent=16 model.rope_width=8"
 YARN = "model.rope.scaling=yarn model.rope.factor=2"
 DELTA = "model.linear.form=gated_delta model.full_attention_every=2"
+KIMI = "model.linear.form=kimi_delta model.full_attention_every=2 model.linear.value_heads=2"
 # Large enough for a tensor axis of eight.
 LARGE = (
     "model.width=64 model.num_heads=8 model.num_kv_heads=8 model.vocab_size=512 "
@@ -34,6 +35,7 @@ def test_the_defaults_pass():
 ACCEPTED = f"""
 mesh.expert=4 mesh.tensor=2 mesh.simulated_devices=8
 {DELTA} mesh.expert=2 mesh.tensor=2
+{KIMI} mesh.expert=2 mesh.tensor=2 model.positions=none
 mesh.replica=none mesh.expert=2 mesh.simulated_devices=8
 mesh.expert=2 mesh.tensor=2 mesh.expert_weights=folded
 mesh.tensor=2 mesh.activations=replicated
@@ -114,6 +116,10 @@ model.sliding_window=9 -> has 0 blocks
 {DELTA} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
 {DELTA} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... gated_delta
 {DELTA} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> from slice to slice
+model.linear.form=kimi_delta -> `model.linear.key_heads` = 2 and ... = 4 differ
+{KIMI} model.linear.value_width=33 mesh.expert=2 -> `model.linear.value_width` = 33 ... 32 or 34
+model.positions=none model.rope.theta=5 -> has no effect: `model.positions` is none
+model.positions=none model.rope_width=4 -> `model.rope_width` = 4 has no effect ... nothing rotates
 model.linear.form=gated_delta mesh.stage=2 train.micro_batches=2 model.predict_ahead=1 -> \
 has a block of linear attention
 model.zero_centered_norms=true model.qk_norm=full -> `model.zero_centered_norms` is true

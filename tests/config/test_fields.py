@@ -29,8 +29,8 @@ FIELD_NAMES = {
         "attention_sinks block_norm dtype embedding_scale first_dense_layers full_attention_every "
         "head_width init_deviation kv_latent layer_attention layer_mlps layers_before_stages "
         "logit_divisor mlp_hidden moe_every norm_epsilon num_heads num_kv_heads num_layers "
-        "predict_ahead q_latent qk_norm remat residual_scale rope_width scan_layers score_scale "
-        "sliding_window stage_chunks tie_embeddings value_width vocab_size width "
+        "positions predict_ahead q_latent qk_norm remat residual_scale rope_width scan_layers "
+        "score_scale sliding_window stage_chunks tie_embeddings value_width vocab_size width "
         "zero_centered_norms"
     ),
     "model.linear": "convolution form key_heads key_width value_heads value_width",

@@ -26,7 +26,7 @@ from tests.hf.config_keys import GOLDEN, of_positions, released, without  # noqa
 from tests.hf.golden import FAMILIES, cases_of  # noqa: E402
 
 TOKENS = 4
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
 
 
 def resolved(config: dict[str, Any], *, run: bool) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def resolved(config: dict[str, Any], *, run: bool) -> dict[str, Any]:
     if family not in LATENT and layers:  # some models compute it from other keys
         found["head_dim"] = layers[0].head_dim
     found.pop("transformers_version")
-    if run and layers:
+    if run and layers and hasattr(model.model, "rotary_emb"):
         rope, scores = model.model.rotary_emb, layers[0].scaling
         frequencies = [float(f"{x:.9g}") for x in rope.inv_freq.tolist()]
         found["rope"] = [*frequencies, float(rope.attention_scaling), float(scores)]

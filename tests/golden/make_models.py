@@ -10,6 +10,7 @@ Attention is eager, all is float32 on the CPU.
 
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +34,15 @@ CLOSE = 1e-4  # choices nearer than this could fall otherwise elsewhere
 ANYWHERE = {"max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1}
 
 
+# Dense MLPs of Kimi Linear have another name in released files than transformers saves.
+RENAMED = (r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1")
+
+
+def released(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file that transformers saved, by the names of released files."""
+    return {re.sub(*RENAMED, name): values for name, values in load_file(path).items()}
+
+
 def tokens_of(name: str, vocab: int, length: int) -> np.ndarray:
     """Deterministic ids."""
     unit = draw(f"tokens of {name}", (SEQUENCES, length))
@@ -46,7 +56,7 @@ def build(folder: Path, config: dict) -> tuple[torch.nn.Module, dict]:
     made._attn_implementation = "eager"
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(made).float().save_pretrained(folder)
-    shapes = {name: list(x.shape) for name, x in load_file(folder / "model.safetensors").items()}
+    shapes = {name: list(x.shape) for name, x in released(folder / "model.safetensors").items()}
     (folder / "model.safetensors").unlink()
     write_folder(folder, json.loads((folder / "config.json").read_text()), draw_all(shapes))
     model = load(folder)
@@ -91,7 +101,7 @@ def gradient_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
             )
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
-        return load_file(Path(place) / "model.safetensors")
+        return released(Path(place) / "model.safetensors")
 
 
 def gradients_of(model: torch.nn.Module, shapes: dict) -> dict:

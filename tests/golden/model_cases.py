@@ -103,6 +103,21 @@ def linear(keys: tuple[int, int], values: tuple[int, int], convolution: int = 4)
     }
 
 
+def kimi(heads: int, width: int, convolution: int = 4) -> dict:
+    """Linear attention whose heads have a key and a value of the same width."""
+    return {
+        "linear_num_heads": heads,
+        "linear_head_dim": width,
+        "linear_conv_kernel_dim": convolution,
+    }
+
+
+def kimi_experts(number: int, chosen: int, shared: int, hidden: tuple[int, int]) -> dict:
+    """As `experts`, by other names."""
+    found = {"num_experts": number, "num_experts_per_token": chosen, "num_shared_experts": shared}
+    return {**found, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
+
+
 CASES: dict[str, dict[str, dict]] = {
     "mixtral": {
         "window, top 1": {
@@ -528,6 +543,29 @@ CASES: dict[str, dict[str, dict]] = {
             **linear((4, 8), (8, 4)),
             "layer_types": ["linear_attention", "full_attention"],
             "shared_expert_intermediate_size": 8,
+        },
+    },
+    "kimi_linear": {
+        "odd, first layer in full, last dense": {
+            **LATENT,
+            **sizes(3, 26),
+            **kimi_experts(5, 2, 1, (14, 10)),
+            **kimi(3, 6, convolution=3),
+            "kv_lora_rank": 10,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "q_lora_rank": 9,
+        },
+        "even, groups": {
+            **LATENT_EVEN,
+            **sizes(4, 24),
+            **kimi_experts(24, 6, 2, (16, 8)),
+            **kimi(4, 6),
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "moe_renormalize": False,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "q_lora_rank": None,
         },
     },
 }

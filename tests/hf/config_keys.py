@@ -20,6 +20,8 @@ def of_positions(change: str) -> bool:
 
 def released(config: dict[str, Any]) -> dict[str, Any]:
     """A config that transformers 5 wrote, with the keys of positions that released files have."""
+    if "rope_parameters" not in config:  # nothing rotates
+        return config
     rope = dict(config["rope_parameters"])
     own = {key: value for key, value in config.items() if key != "rope_parameters"}
     own["rope_theta"], family = rope.pop("rope_theta"), config["model_type"]

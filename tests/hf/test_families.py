@@ -87,6 +87,17 @@ KNOWN = {
         "moe.shared_gate": True,
         "moe.router.balance_loss": pytest.approx(8 * 0.001),
     },
+    "Kimi-Linear-48B-A3B": {
+        "model.positions": "none",
+        "model.linear.form": "kimi_delta",
+        "model.linear.key_heads": 32,
+        "model.linear.value_width": 128,
+        "model.layer_attention": (*("linear",) * 3, "full") * 6 + ("linear", "linear", "full"),
+        "model.first_dense_layers": 1,
+        "model.q_latent": None,
+        "moe.router.score": "sigmoid",
+        "moe.router.weight_scale": 2.446,
+    },
 }
 
 
@@ -243,6 +254,22 @@ REFUSED = [
     ("Qwen3.5-35B-A3B", {"attn_output_gate": False}, "`attn_output_gate` is False"),
     ("Qwen3.5-35B-A3B", {"mlp_only_layers": [1]}, "`mlp_only_layers` is [1]"),
     ("Qwen3.5-35B-A3B", {"norm_topk_prob": False}, "`norm_topk_prob` is False"),
+    ("Kimi-Linear-48B-A3B", {"mla_use_nope": False}, "`mla_use_nope` is False"),
+    ("Kimi-Linear-48B-A3B", {"num_nextn_predict_layers": 1}, "`num_nextn_predict_layers` is 1"),
+    ("Kimi-Linear-48B-A3B", {"linear_head_dim": 64}, "keys disagree: `linear_head_dim` is 64"),
+    ("Kimi-Linear-48B-A3B", {"first_k_dense_replace": -1}, "`first_k_dense_replace` is -1"),
+    ("Kimi-Linear-48B-A3B", {"first_k_dense_replace": 27}, "no layer has experts"),
+    (
+        "Kimi-Linear-48B-A3B",
+        {"linear_attn_config": {"gate_lower_bound": -5.0}},
+        "`linear_attn_config` is {'gate_lower_bound': -5.0}. moejax knows full_attn_layers, ",
+    ),
+    ("Kimi-Linear-48B-A3B", {"linear_attn_config": {"kda_layers": [1, "2"]}}, "once, counted from"),
+    (
+        "Kimi-Linear-48B-A3B",
+        {"layer_types": ["linear_attention"] * 27},
+        "each of 27 layers once, counted from 1, and agree",
+    ),
     ("Qwen3-30B-A3B", {"rope_scaling": {"mrope_section": [1]}}, "has `mrope_section` = [1]"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
@@ -268,6 +295,9 @@ WITHOUT_KEY = [
     ),
     ("Mixtral-8x7B", {"model.residual_scale": 0.5}, "no key for `model.residual_scale` = 0.5"),
     ("OLMoE-1B-7B", {"model.block_norm": "after"}, "no key for `model.block_norm` = 'after'"),
+    ("DeepSeek-V3", {"model.positions": "none"}, "no key for `model.positions` = 'none'"),
+    ("Kimi-Linear-48B-A3B", {"model.linear.form": "gated_delta"}, "form` is gated_delta"),
+    ("Kimi-Linear-48B-A3B", {"model.linear.value_width": 64}, "key for `model.linear.value_width`"),
     ("Mixtral-8x7B", {"moe.num_shared_experts": 1}, "no key for `moe.num_shared_experts` = 1"),
 ]
 

@@ -77,12 +77,13 @@ def test_blocks_without_the_window_cost_more():
     assert count(cfg, {}).flops_per_token == 4 * 8 * 12 * seen // 64
 
 
-def test_linear_attention_costs_three_products_of_its_states_and_a_convolution():
-    linear = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=5, convolution=3)
+@pytest.mark.parametrize(("form", "keys"), [("gated_delta", 2), ("kimi_delta", 4)])
+def test_linear_attention_costs_three_products_of_its_states_and_a_convolution(form, keys):
+    linear = LinearConfig(form, keys, 4, key_width=6, value_width=5, convolution=3)
     full = ModelConfig(num_layers=4, num_heads=4, head_width=8)
     hybrid = dataclasses.replace(full, linear=linear, full_attention_every=4)
     own, wanted = (count(Config(model=model), {}).flops_per_token for model in (hybrid, full))
-    of_position = 2 * 3 * 4 * 6 * 5 + 2 * 3 * (2 * 2 * 6 + 4 * 5)
+    of_position = 2 * 3 * 4 * 6 * 5 + 2 * 3 * (2 * keys * 6 + 4 * 5)
     assert abs(own - wanted / 4 - 3 * 3 * of_position) <= 1  # quotients are rounded
 
 

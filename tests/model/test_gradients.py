@@ -165,6 +165,10 @@ STEPS = [
         {"model.linear.form": "gated_delta", "model.linear.convolution": 3},
     ),
     (
+        {"mesh": "expert 2, tensor 2"},
+        {"model.linear.form": "kimi_delta", "model.linear.value_heads": 2},
+    ),
+    (
         {"mesh": "expert 2, tensor 2", "adapters": "adapters", "recomputed": "collectives"}
         | {"micro-batches": "4 micro-batches"},
         {"lora.base_dtype": "bfloat16"},

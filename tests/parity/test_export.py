@@ -47,6 +47,7 @@ ROUTES = {
     "flex_olmo": (EIGHT, {"route": "two_level_merge"}),
     "granitemoe": (FOUR, {"route": "duplicate"}),
     "qwen3_5_moe_text": (FOUR, {"route": "merge"}),
+    "kimi_linear": (FOUR, {"route": "split"}),
     # Of dense models: `run_config` makes fsdp of the experts' ranks.
     "llama": (FOUR, {}),
     "mistral": (FOUR, {}),

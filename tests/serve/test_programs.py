@@ -31,6 +31,9 @@ LATENT |= {"kv_latent": 16, "num_layers": 2, "first_dense_layers": 1, "rope": YA
 DELTA = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=4, convolution=3)
 DELTA = {"linear": DELTA, "full_attention_every": 2, "num_layers": 2, "num_kv_heads": 2}
 DELTA |= {"attention_gate": True}
+KIMI = LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=4, convolution=3)
+KIMI = LATENT | {"linear": KIMI, "full_attention_every": 2, "positions": "none"}
+KIMI.pop("rope")
 FULL = {"num_kv_heads": 4, "qk_norm": "full", "num_layers": 2}
 CASES = {
     "window and sinks": ((1, 1, 1, 1), "sequence", WINDOW),
@@ -44,6 +47,7 @@ MANY = {
     "latent of queries too": ((1, 1, 1, 1), "sequence", LATENT | {"q_latent": 8}),
     "sinks on tensor": ((1, 1, 1, 4), "sequence", WINDOW | {"num_kv_heads": 4}),
     "gated delta net on expert and tensor": ((1, 1, 2, 2), "sequence", DELTA),
+    "Kimi's delta attention on tensor": ((1, 1, 1, 2), "sequence", KIMI),
     "latent on expert and tensor": ((1, 1, 2, 2), "sequence", LATENT),
 }
 
@@ -278,6 +282,7 @@ GOLDEN = [
 REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_next"]
 REST += ["llama", "mistral", "qwen2", "qwen3", "glm4_moe_lite", "solar_open", "dots1", "hy_v3"]
 REST += ["ernie4_5_moe", "hunyuan_v1_moe", "flex_olmo", "granitemoe", "qwen3_5_moe_text"]
+REST += ["kimi_linear"]
 GOLDEN += [pytest.param(name, None, MeshConfig(), marks=pytest.mark.exhaustive) for name in REST]
 
 

@@ -40,6 +40,11 @@ def _check_linear(model: ModelConfig) -> None:
         f"`model.linear.value_heads` = {values} is not a multiple of `model.linear.key_heads` = "
         f"{keys}. Choose {divisors_text(values)} for model.linear.key_heads.",
     )
+    require(
+        values == keys or model.linear.form != "kimi_delta",
+        f"`model.linear.key_heads` = {keys} and `model.linear.value_heads` = {values} differ, and "
+        "`model.linear.form` is kimi_delta: each head has keys and values. Make them equal.",
+    )
 
 
 def _check_latent(model: ModelConfig) -> None:
@@ -61,7 +66,7 @@ def _check_rotated(model: ModelConfig) -> None:
     name = "head_width" if model.rope_width is None else "rope_width"
     rotated = model.rotated_channels
     require(
-        rotated % 2 == 0,
+        rotated % 2 == 0 or not model.rotates,
         f"`model.{name}` = {rotated} is odd. Rotary positions turn pairs of channels. "
         f"Choose {rotated - 1} or {rotated + 1}.",
     )

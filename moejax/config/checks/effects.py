@@ -151,6 +151,16 @@ _OF_MODEL: tuple[_Effect, ...] = (
         "`model.attention` is latent, where every head has keys and values of its own",
     ),
     (
+        "model.rope.",
+        lambda cfg: cfg.model.rotates,
+        "`model.positions` is none, so nothing rotates",
+    ),
+    (
+        "model.rope_width",
+        lambda cfg: cfg.model.rotates or cfg.model.is_latent,
+        "`model.positions` is none, so nothing rotates",
+    ),
+    (
         "model.qk_norm model.attention_bias model.attention_output_bias model.attention_sinks "
         "model.attention_gate",
         lambda cfg: not cfg.model.is_latent,

@@ -55,19 +55,29 @@ def _delta_matrices(model: ModelConfig) -> list[Matrix]:
     return [(D, keys), (D, keys), (D, values), (D, values), of_head, of_head, (values, D)]
 
 
+def _kimi_matrices(model: ModelConfig) -> list[Matrix]:
+    D, linear = model.width, model.linear
+    keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
+    narrow = linear.value_width
+    gates = [(D, linear.value_heads), (D, narrow), (narrow, keys), (D, narrow), (narrow, values)]
+    return [(D, keys), (D, keys), (D, values), *gates, (values, D)]
+
+
+def _delta_heads(model: ModelConfig) -> dict[str, int]:
+    return {
+        "linear.key_heads": model.linear.key_heads,
+        "linear.value_heads": model.linear.value_heads,
+    }
+
+
 MIXERS: dict[str, MixerSizes] = {
     "grouped": MixerSizes(
         _grouped_matrices,
         lambda model: {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads},
     ),
     "latent": MixerSizes(_latent_matrices, lambda model: {"num_heads": model.num_heads}),
-    "gated_delta": MixerSizes(
-        _delta_matrices,
-        lambda model: {
-            "linear.key_heads": model.linear.key_heads,
-            "linear.value_heads": model.linear.value_heads,
-        },
-    ),
+    "gated_delta": MixerSizes(_delta_matrices, _delta_heads),
+    "kimi_delta": MixerSizes(_kimi_matrices, _delta_heads),
 }
 
 

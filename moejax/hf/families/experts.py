@@ -77,14 +77,16 @@ class Groups:
     """Groups of experts; a token chooses some of them.
 
     Attributes:
+      count: key of their number.
       switch: whether the key `topk_method` turns groups on (DeepSeek-V2).
     """
 
     switch: bool = False
+    count: str = "n_group"
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return ("n_group", "topk_group", *(("topk_method",) if self.switch else ()))
+        return (self.count, "topk_group", *(("topk_method",) if self.switch else ()))
 
     def read(self, config: Config) -> dict[str, Any]:
         if self.switch:
@@ -97,13 +99,13 @@ class Groups:
                     "group_limited_greedy. Choose another model."
                 )
         return {
-            "moe.router.num_groups": value_of(config, ("n_group",)),
+            "moe.router.num_groups": value_of(config, (self.count,)),
             "moe.router.groups_per_token": value_of(config, ("topk_group",)),
         }
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         groups = settings["moe.router.num_groups"]
-        keys = {"n_group": groups, "topk_group": settings["moe.router.groups_per_token"]}
+        keys = {self.count: groups, "topk_group": settings["moe.router.groups_per_token"]}
         if self.switch:
             keys["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
         return keys

@@ -12,7 +12,7 @@ from moejax.hf.families.blocks import LayerTypes, LinearTypes, OneWindow, Sparse
 from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
 from moejax.hf.families.family import Around, Family
-from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_LINEAR
 from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
 from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope
 from moejax.hf.families.tensors import (
@@ -391,4 +391,5 @@ FAMILIES = (
     QWEN3,
     QWEN3_NEXT,
     QWEN3_5_MOE,
+    KIMI_LINEAR,
 )

@@ -134,6 +134,8 @@ def model_gaps(cfg: Config) -> list[Gap]:
         "factors on embeddings, residuals, scores or logits": model.score_scale is not None
         or {model.embedding_scale, model.residual_scale, model.logit_divisor} != {1.0},
         "sliding window": model.sliding_window is not None,
+        f"linear attention {model.linear.form}": model.is_linear,
+        "attention without positions": not model.rotates,
         "clamped SwiGLU": model.activation != "swiglu",
         "biases of experts, router or attention's output": cfg.moe.expert_bias
         or cfg.moe.router_bias

@@ -38,6 +38,7 @@ UNTIED = {"tie_embeddings": False}
 DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
 # What a state answers at first is small; a larger epsilon keeps its norm from scaling rounding up.
 DELTA = {"linear": DELTA, "full_attention_every": 2, "norm_epsilon": 1e-2}
+KIMI = DELTA | {"linear": LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=8)}
 
 
 def config(mesh, stages, micro_batches, *, layers=None, rows=1, axis=None, lora=None, **changes):
@@ -215,6 +216,7 @@ CASES = {
         "layers": 9,
     },
     "gated delta net": {"model": DELTA, "layers": 4},
+    "Kimi's delta attention": {"model": KIMI, "layers": 4},
     "ahead, dense before, latent": {
         "model": {"first_dense_layers": 1, **UNTIED, **LATENT, **AHEAD},
         "router": {"balance_over": "sequence", "z_loss": 0.1},
