@@ -26,7 +26,8 @@ FAMILIES = sorted(path.stem for path in MODELS.glob("*.json"))
 
 # Families whose parts, together, most others have: the others run in `make test-all CASES=every`
 # where a case takes long.
-OFTEN = ("deepseek_v3", "gpt_oss", "granitemoe", "hunyuan_v1_moe", "qwen2_moe", "qwen3_next")
+OFTEN = ("deepseek_v3", "gpt_oss", "granitemoe", "hunyuan_v1_moe", "kimi_linear", "qwen2_moe")
+OFTEN += ("qwen3_next",)
 
 
 @cache
