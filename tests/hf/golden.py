@@ -26,8 +26,15 @@ FAMILIES = sorted(path.stem for path in MODELS.glob("*.json"))
 
 # Families whose parts, together, most others have: the others run in `make test-all CASES=every`
 # where a case takes long.
-OFTEN = ("deepseek_v3", "gpt_oss", "granitemoe", "hunyuan_v1_moe", "kimi_linear", "qwen2_moe")
-OFTEN += ("qwen3_next",)
+OFTEN = (
+    "deepseek_v3",
+    "gpt_oss",
+    "granitemoe",
+    "hunyuan_v1_moe",
+    "kimi_linear",
+    "qwen2_moe",
+    "qwen3_next",
+)
 
 
 @cache
