@@ -41,7 +41,7 @@ def launch(place, *words):
     command = [sys.executable, *map(str, words)]
     launched = [*LAUNCH, "--devices", "2", "--logs", str(place / "logs"), "--", *command]
     done = subprocess.run(
-        launched, env=env, cwd=place, text=True, capture_output=True, timeout=240, check=False
+        launched, env=env, cwd=place, text=True, capture_output=True, timeout=900, check=False
     )
     return done.returncode, done.stdout
 

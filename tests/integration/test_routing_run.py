@@ -33,7 +33,7 @@ def place(tmp_path_factory):
     words = ("--run", "base", "--prompts", "prompts.txt", "--tokens", "30", "--temperature", "1")
     command = [sys.executable, "-m", "moejax", "generate", *words, "--routing", "samples.npz"]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), cwd=place, timeout=240
+        command, capture_output=True, text=True, env=environment(), cwd=place, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return place
