@@ -11,6 +11,7 @@ that it does not choose.
 
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def config_of(settings: dict[str, Any]) -> PreTrainedConfig:
     kept["model_type"] = SAME_CODE.get(kept["model_type"], kept["model_type"])
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(kept))
-        return AutoConfig.from_pretrained(place)
+        with warnings.catch_warnings():  # of `rope_scaling`, which released files have
+            warnings.simplefilter("ignore", FutureWarning)
+            return AutoConfig.from_pretrained(place)
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

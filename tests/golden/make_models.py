@@ -8,6 +8,7 @@ hold none. Shapes are odd on purpose; of each family one case fits a mesh of exp
 Attention is eager, all is float32 on the CPU.
 """
 
+import copy
 import json
 import math
 import re
@@ -51,7 +52,9 @@ def tokens_of(name: str, vocab: int, length: int) -> np.ndarray:
 
 def build(folder: Path, config: dict) -> tuple[torch.nn.Module, dict]:
     """A model with drawn weights, through a folder as the Hub has it, and its tensors' shapes."""
-    family, settings = config["model_type"], {k: v for k, v in config.items() if k != "model_type"}
+    # A copy: transformers writes into dictionaries that it is given, which cases share.
+    settings = copy.deepcopy({k: v for k, v in config.items() if k != "model_type"})
+    family = config["model_type"]
     made = AutoConfig.for_model(family, **ANYWHERE, eos_token_id=2, **settings)
     made._attn_implementation = "eager"
     torch.manual_seed(0)
