@@ -291,6 +291,7 @@ GOLDEN = [
 REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_next"]
 REST += ["llama", "mistral", "qwen2", "qwen3", "glm4_moe_lite", "solar_open", "dots1", "hy_v3"]
 REST += ["ernie4_5_moe", "hunyuan_v1_moe", "flex_olmo", "granitemoe", "qwen3_5_moe_text"]
+REST += ["gemma4_text"]
 GOLDEN += [pytest.param(name, None, MeshConfig(), marks=pytest.mark.exhaustive) for name in REST]
 
 
