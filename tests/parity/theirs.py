@@ -26,6 +26,7 @@ def with_images(folder: Path, text: dict) -> torch.nn.Module:
     images = {"hidden_size": 16, "intermediate_size": 8}
     if text["model_type"] == "gemma4_text":
         made, kind = transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration
+        inside["pad_token_id"] = 0  # which stands for images in the text model's input
         images |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
         images |= {"head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
     else:
