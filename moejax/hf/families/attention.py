@@ -231,9 +231,9 @@ def full_heads(config: Config) -> dict[str, int]:
     types = enumerate(config.get("layer_types") or ())
     full = sorted(str(index) for index, kind in types if kind == "full_attention")
     layers = list(given.values()) if isinstance(given, Mapping) else []
-    own = layers[0] if layers and all(layer == layers[0] for layer in layers) else None
-    known = isinstance(own, Mapping) and set(usual).issuperset(own)
-    if not known or sorted(map(str, given)) != full:
+    own = layers[0] if layers and isinstance(layers[0], Mapping) else {}
+    known = set(usual).issuperset(own) and all(layer == own for layer in layers)
+    if not own or not known or sorted(map(str, given)) != full:
         raise InputError(
             f"`per_layer_config` is {short(given)}. moejax computes the same `head_dim` and "
             "`num_key_value_heads` in each layer with full_attention in `layer_types`, and no "

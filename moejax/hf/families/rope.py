@@ -248,7 +248,7 @@ def _kind_of(
 ) -> Mapping[str, Any]:
     """Returns the keys of positions of some blocks; refuses other kinds and unknown keys."""
     own = given[blocks] if isinstance(given[blocks], Mapping) else {}
-    kind = own.get("rope_type")
+    kind = str(own.get("rope_type"))
     known = ("rope_type", "rope_theta", *kinds.get(kind, ()))
     if kind not in kinds or not set(known).issuperset(own):
         wanted = dict.fromkeys(("rope_theta", *(key for keys in kinds.values() for key in keys)))
