@@ -87,17 +87,23 @@ def record_choices(model: torch.nn.Module) -> list:
     def hook(module, inputs, outputs):
         seen.append((outputs[0].detach(), outputs[2].detach()))
 
-    named = ("topkrouter", "v1gate")
+    named = ("topkrouter", "v1gate", "textrouter")
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith(named)]
-    assert bool(routers) == hasattr(model.config, "num_experts_per_tok")
+    keys = ("num_experts_per_tok", "top_k_experts")
+    assert bool(routers) == any(hasattr(model.config, key) for key in keys)
     for router in routers:
         router.register_forward_hook(hook)
     return seen
 
 
 def gradient_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """The gradients, by the names that tensors have in files; parameters are overwritten."""
+    """The gradients, by the names that tensors have in files; parameters are overwritten.
+
+    Numbers that are not trained (`layer_scalar`) have none.
+    """
     with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
         for parameter in model.parameters():
             parameter.copy_(
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -118,6 +118,25 @@ def kimi_experts(number: int, chosen: int, shared: int, hidden: tuple[int, int])
     return {**found, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
 
 
+def gemma(number: int, chosen: int, hidden: Sequence[int]) -> dict:
+    """Experts and the MLP beside them, under Gemma's names, in the form that has experts."""
+    keys = {"enable_moe_block": True, "num_experts": number, "top_k_experts": chosen}
+    keys |= {"hidden_size_per_layer_input": 0, "sliding_window": 9}
+    return {**keys, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
+
+
+def two_ropes(near: float, far: float, share: float | None = None) -> dict:
+    """Positions of blocks with a window, and without: all pairs turn, or a share of them."""
+    some = {"rope_type": "proportional", "partial_rotary_factor": share}
+    full = some if share else {"rope_type": "default"}
+    return {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": near},
+            "full_attention": {**full, "rope_theta": far},
+        }
+    }
+
+
 CASES: dict[str, dict[str, dict]] = {
     "mixtral": {
         "window, top 1": {
@@ -566,6 +585,28 @@ CASES: dict[str, dict[str, dict]] = {
             "moe_renormalize": False,
             "layer_types": ["linear_attention", "full_attention"] * 2,
             "q_lora_rank": None,
+        },
+    },
+    "gemma4_text": {
+        "biases, values of their own": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **gemma(5, 2, (14, 10)),
+            **two_ropes(5e3, 1e6),
+            "global_head_dim": 10,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+        "even, keys are values, a cap": {
+            **EVEN,
+            **sizes(2, 24, head=6),
+            **gemma(24, 6, (16, 8)),
+            **two_ropes(1e4, 1e6, share=0.5),
+            "global_head_dim": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
         },
     },
 }

@@ -169,6 +169,14 @@ STEPS = [
         {"model.linear.form": "kimi_delta", "model.linear.value_heads": 2},
     ),
     (
+        {"mesh": "expert 2, tensor 2", "experts": "shared, gated", "layout": "replicated, hidden"}
+        | {"route": "duplicate"},
+        {"model.block_norm": "both", "model.activation": "geglu", "model.value_norm": True}
+        | {"model.layer_scale": True, "model.logit_cap": 5.0, "model.sliding_window": 5}
+        | {"model.full_attention_every": 2, "model.full_attention.keys_are_values": True}
+        | {"moe.own_norms": True, "moe.expert_scale": True},
+    ),
+    (
         {"mesh": "expert 2, tensor 2", "adapters": "adapters", "recomputed": "collectives"}
         | {"micro-batches": "4 micro-batches"},
         {"lora.base_dtype": "bfloat16"},

@@ -17,6 +17,7 @@ from moejax.layout.route import ROUTES
 from tests.annotations import without_annotations
 from tests.cases import (
     CERTAIN,
+    GEMMA,
     assert_close,
     one_device_state,
     part_of,
@@ -158,6 +159,7 @@ KINDS = [
             ),
         }
     },
+    GEMMA,
 ]
 
 
@@ -189,6 +191,8 @@ CASES = [
     Case((2, 1, 2, 2), route="duplicate", chunks=(1, 2), k=8, path="usual"),
     Case((1, 2, 2, 2), chunks=(3, 4), path="usual"),
     Case((1, 2, 2, 2), 1, kinds=(16,)),
+    Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(17,)),
+    Case((1, 1, 4, 2), 2, ("replicated", "hidden"), "duplicate", kinds=(17,)),
 ]
 
 MESHES = [
@@ -207,7 +211,7 @@ LAYOUTS += [("replicated", "hidden"), ("replicated", "folded")]
 # Three axes, most kinds of blocks and losses, and overflow rounds: what `make test` runs.
 USUAL = [CASES[number] for number in (5, 17)]
 # For `make test-all CASES=every`.
-RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25))]
+RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25), 26)]
 
 
 def how_often(case):

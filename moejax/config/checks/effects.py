@@ -7,6 +7,7 @@ from moejax.config.checks.mesh import expert_owners
 from moejax.config.checks.planned import is_planned
 from moejax.config.compression import GRADIENTS, NO_COMPRESSION, build_compression
 from moejax.config.fields import fields, get_value, short
+from moejax.config.pattern import layer_attention
 from moejax.config.schema import Config, LinearConfig
 from moejax.errors import InputError
 
@@ -165,6 +166,19 @@ _OF_MODEL: tuple[_Effect, ...] = (
         "model.attention_gate",
         lambda cfg: not cfg.model.is_latent,
         "`model.attention` is latent, which has norms on its latents, no biases, sinks or gate",
+    ),
+    (
+        "model.value_norm model.full_attention.",
+        lambda cfg: not cfg.model.is_latent,
+        "`model.attention` is latent, whose heads are alike in all blocks",
+    ),
+    (
+        "model.full_attention.",
+        lambda cfg: (
+            cfg.model.sliding_window is not None
+            and {"full", "window"}.issubset(layer_attention(cfg.model))
+        ),
+        "no block has a window, or all have one",
     ),
     (
         "model.full_attention_every",

@@ -267,6 +267,30 @@ class LayerTypes:
 
 
 @dataclass(frozen=True)
+class LastFull(LayerTypes):
+    """A window in all blocks but some, of which the last is one (Gemma 4).
+
+    Attributes:
+      every: each n-th block has none where the file does not say.
+    """
+
+    every: int = 6
+
+    def _types(self, config: Config) -> list[str]:
+        layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
+        if given is None:
+            given = [SLIDING if (index + 1) % self.every else FULL for index in range(layers)]
+        named = super()._types({**config, "layer_types": given})
+        types = [*named[:-1], FULL]  # whatever the file says of the last
+        if SLIDING not in types:
+            raise InputError(
+                f"`layer_types` has no {SLIDING}. moejax computes models of this family with "
+                "blocks of both kinds. Choose another model."
+            )
+        return types
+
+
+@dataclass(frozen=True)
 class LinearTypes:
     """Linear attention in some blocks, which `layer_types` lists, or all but each n-th.
 

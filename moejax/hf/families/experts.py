@@ -56,20 +56,25 @@ def has_dense_blocks(settings: Settings) -> bool:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """One shared expert of any width, behind a gate; here several experts, if it divides."""
+    """One shared expert of any width; here several experts, if it divides.
+
+    Attributes:
+      gate: whether a gate is behind it.
+    """
 
     keys: tuple[str, ...] = (SHARED_SIZE,)
+    gate: bool = True
 
     def read(self, config: Config) -> dict[str, Any]:
-        shared = whole_number(config, SHARED_SIZE)
+        shared = whole_number(config, self.keys[0])
         found = shortest_shared(shared, whole_number(config, "moe_intermediate_size"))
-        return {**found, "moe.shared_gate": True}
+        return {**found, "moe.shared_gate": self.gate}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         width = shared_width(settings)
         if not width:
             raise InputError("`moe.num_shared_experts` is 0. It has at least one")
-        return {SHARED_SIZE: width}
+        return {self.keys[0]: width}
 
 
 @dataclass(frozen=True)

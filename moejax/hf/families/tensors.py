@@ -169,6 +169,18 @@ def selection_bias(name: str) -> tuple[Rule, ...]:
     return (Rule("moe.bias", name, wide=True),)
 
 
+# Norms on both sides of attention, of the MLP and of the experts; one of their sum (Gemma 4).
+ALL_NORMS = (
+    Rule("attention_norm.scale", "input_layernorm.weight"),
+    Rule("attention_out_norm.scale", "post_attention_layernorm.weight"),
+    Rule("mlp_norm.scale", "pre_feedforward_layernorm.weight"),
+    Rule("shared_out_norm.scale", "post_feedforward_layernorm_1.weight"),
+    Rule("experts_norm.scale", "pre_feedforward_layernorm_2.weight"),
+    Rule("experts_out_norm.scale", "post_feedforward_layernorm_2.weight"),
+    Rule("mlp_out_norm.scale", "post_feedforward_layernorm.weight"),
+    Rule("layer_scale", "layer_scalar"),
+)
+
 DENSE = mlp("mlp.", "dense")
 SHARED = mlp("mlp.shared_experts.", "moe")
 EXPERTS = experts("mlp.", "gate_proj", "up_proj", "down_proj")

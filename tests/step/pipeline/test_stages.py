@@ -27,7 +27,7 @@ from moejax.plan.trace.reader import collectives
 from moejax.step.model import check_adapters, layouts_of
 from moejax.step.pipeline.stage import Layers
 from tests.annotations import without_annotations
-from tests.cases import CERTAIN, few, random_batch, small_config, step_for
+from tests.cases import CERTAIN, GEMMA, few, random_batch, small_config, step_for
 
 ANY = pytest.mark.exhaustive
 NO_BALANCE = {"balance_loss": 0.0}
@@ -217,6 +217,11 @@ CASES = {
     },
     "gated delta net": {"model": DELTA, "layers": 4},
     "Kimi's delta attention": {"model": KIMI, "layers": 4},
+    # Without the constants of blocks, which have no gradient.
+    "norms and heads of Gemma 4": {
+        "model": {**GEMMA["model"], "num_layers": 4, "layer_scale": False},
+        "moe": {**GEMMA["moe"], **CERTAIN},
+    },
     "ahead, dense before, latent": {
         "model": {"first_dense_layers": 1, **UNTIED, **LATENT, **AHEAD},
         "router": {"balance_over": "sequence", "z_loss": 0.1},
