@@ -38,6 +38,18 @@ def test_products_are_counted_with_their_loops():
     assert flops(read(traced)) == 5 * 2 * 4 * 8 * 8
 
 
+def test_a_product_has_the_name_of_its_part_also_in_backward():
+    """And not the letters of `jnp.einsum`."""
+
+    def function(x, w):
+        with jax.named_scope("attention"):
+            return jnp.sum(jnp.einsum("td,dc->tc", x, w) ** 2)
+
+    traced = jax.make_jaxpr(jax.grad(function, (0, 1)))(jnp.ones((4, 8)), jnp.ones((8, 8)))
+    schedule = read(traced)
+    assert flops(schedule, "attention") == flops(schedule) == 3 * 2 * 4 * 8 * 8
+
+
 def test_elementwise_chains_are_one_region_that_reads_and_writes_once():
     def function(x):
         return jnp.exp(jnp.sin(x) * 2 + 1) - x
