@@ -29,10 +29,8 @@ FAMILIES = sorted(path.stem for path in MODELS.glob("*.json"))
 OFTEN = (
     "deepseek_v3",
     "gpt_oss",
-    "granitemoe",
     "hunyuan_v1_moe",
     "kimi_linear",
-    "qwen2_moe",
     "qwen3_next",
 )
 
