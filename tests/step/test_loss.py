@@ -89,7 +89,7 @@ def test_the_sum_and_its_gradients_are_those_of_log_softmax(tensor, chunk_tokens
 
 
 def test_a_cap_on_logits_has_its_gradient():
-    """Of a size near that of the logits, so that it bends them."""
+    """The cap is near the size of the logits, so that it bends them."""
     case = random_case()
     found = sharded(2, 5, cap=1.5)(*case)
     assert_close(found, wanted(*case, cap=1.5), terms=B * T * V)
