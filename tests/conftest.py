@@ -167,6 +167,7 @@ NIGHTLY = (
     "serve/test_live.py::test_weights_in_memory_move_to_a_mesh_that_is_named[overrides0]",
     "serve/test_programs.py::test_cached_decoding_is_the_forward_pass[window",
     "serve/test_routing.py::test_experts_are_those_that_a_plain_router_chooses[context]",
+    "serve/test_several_processes.py::test_two_processes_sample_what_one_does",
     "step/pipeline/test_stages.py::test_a_checkpoint_of_two_stages_restores_on_any_number_of_them",
     "step/pipeline/test_stages.py::test_steps_are_those_of_one_device",
     "step/test_adapters.py::test_a_step_in_bfloat16_has_the_gradients_of_float32_but_for_rounding[latent]",
