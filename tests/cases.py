@@ -17,6 +17,7 @@ from moejax.config.schema import (
     CompressionConfig,
     Config,
     DataConfig,
+    FullAttentionConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -43,6 +44,37 @@ SMALL_MOE = MoEConfig(num_experts=8, experts_per_token=2, expert_hidden=16)
 # With such a capacity nothing is dropped and every bucket holds what may come: no program has
 # overflow rounds, which are a third of one to trace and to compile.
 CERTAIN = {"capacity_factor": 16.0}
+
+# Norms on both sides, of experts, router and values too; other heads without a window; GELU, a cap
+# on logits, factors of blocks and experts (Gemma 4).
+GEMMA = {
+    "model": {
+        "num_layers": 2,
+        "block_norm": "both",
+        "activation": "geglu",
+        "layer_scale": True,
+        "logit_cap": 2.0,
+        "value_norm": True,
+        "qk_norm": "head",
+        "score_scale": 0.7,
+        "num_kv_heads": 4,
+        "sliding_window": 5,
+        "full_attention_every": 2,
+        "full_attention": FullAttentionConfig(
+            head_width=10,
+            num_kv_heads=2,
+            keys_are_values=True,
+            theta=300.0,
+            turned_channels=4,
+        ),
+    },
+    "moe": {
+        "num_shared_experts": 1,
+        "shared_hidden": 10,
+        "own_norms": True,
+        "expert_scale": True,
+    },
+}
 
 
 def part_of(first: Sequence, second: Sequence, parts: int = 2) -> list:

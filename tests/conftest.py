@@ -145,6 +145,49 @@ QUICK = (
     "step/test_adapters.py::test_no_two_adapters_start_alike",
 )
 
+# Of slow tests the dearest whose parts others hold: they run nightly, and by `make test-all
+# CASES=every`. Most others bear the mark `exhaustive` themselves.
+NIGHTLY = (
+    "comm/cpu/test_gloo.py::test_a_train_step_stays_right_and_its_collectives_are_replaced",
+    "compose/test_compose.py::test_a_combination_trains_as_the_oracle_does",
+    "convert/test_adapters.py::test_adapters_on_an_import_and_of_multi_token_prediction",
+    "integration/test_adapter_run.py",
+    "integration/test_compressed_run.py",
+    "integration/test_routing_run.py",
+    "integration/test_several_processes.py::test_a_stopped_run_goes_on_to_the_same_bits",
+    "kernels/mosaic/test_grouped_matmul.py::test_experts_equal_the_reference_in_one_kernel",
+    "kernels/mosaic/test_grouped_matmul_e4m3.py::test_experts_in_e4m3_equal_their_reference",
+    "kernels/test_delta.py::test_chunks_of_any_size_give_values_and_gradients_of_a_loop",
+    "model/test_context.py::test_attention_to_shared_sequences_is_that_of_one_device",
+    "plan/test_command.py::test_a_published_model_is_planned_for_another_trainer",
+    "plan/test_command.py::test_the_command_plans_for_a_file",
+    "serve/experts/test_places.py::test_an_engine_moves_experts_in_the_middle_of_a_call",
+    "serve/experts/test_places.py::test_any_table_gives_the_same_logits_and_texts",
+    "serve/experts/test_places.py::test_texts_do_not_depend_on_when_and_where_experts_move",
+    "serve/test_live.py::test_weights_in_memory_move_to_a_mesh_that_is_named[overrides0]",
+    "serve/test_programs.py::test_cached_decoding_is_the_forward_pass[window",
+    "serve/test_routing.py::test_experts_are_those_that_a_plain_router_chooses[context]",
+    "serve/test_several_processes.py::test_two_processes_sample_what_one_does",
+    "step/pipeline/test_stages.py::test_a_checkpoint_of_two_stages_restores_on_any_number_of_them",
+    "step/pipeline/test_stages.py::test_steps_are_those_of_one_device",
+    "step/test_adapters.py::test_a_step_in_bfloat16_has_the_gradients_of_float32_but_for_rounding[latent]",
+    "step/test_adapters.py::test_first_adapters_change_nothing_and_do_not_depend_on_the_mesh",
+    "step/test_adapters.py::test_gradients_of_adapters_follow_from_those_of_the_whole_weights[latent",
+    "step/test_balance.py::test_biases_of_blocks_that_take_turns_move_by_their_own_loads",
+    "step/test_balance.py::test_devices_that_share_sequences_take_the_quantiles_of_one_device",
+    "step/test_balance.py::test_stages_take_the_quantiles_of_one_device",
+    "step/test_context.py::test_loss_gradients_and_metrics_do_not_depend_on_which_device",
+    "step/test_context.py::test_nats_by_target_and_the_next_logits_are_those_of_one_device",
+    "step/test_gathers.py::test_when_weights_cross_and_what_is_kept_change_no_gradient[mesh1-",
+    "step/test_gathers.py::test_when_weights_cross_and_what_is_kept_change_no_gradient[mesh2-",
+    "step/test_gathers.py::test_when_weights_cross_and_what_is_kept_change_no_gradient[mesh8-",
+    "step/test_step_together.py::test_a_table_of_layers_and_a_dense_model_give_the_oracles_loss",
+    "step/test_step_together.py::test_the_step_gives_the_oracles_loss_and_gradients[two_level-(2",
+    "train/test_compressed.py::test_gradients_are_off_by_what_the_codec_leaves_out[mesh7",
+    "train/test_compressed.py::test_tokens_cross_nodes_as_their_codecs_say[two_level-codecs11]",
+    "train/test_rollback.py::test_a_run_without_a_checkpoint_from_before_goes_back_to_its_first",
+)
+
 
 def pytest_ignore_collect(collection_path, config):
     """Does not import files whose tests are all slow, where slow tests are left out."""
@@ -161,6 +204,8 @@ def pytest_collection_modifyitems(items):
         name = item.nodeid.removeprefix("tests/")
         if name.startswith(SLOW) and not name.startswith(QUICK):
             item.add_marker("slow")
+        if name.startswith(NIGHTLY):
+            item.add_marker("exhaustive")
     turn = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turn.get(item.path, len(turn)))
 

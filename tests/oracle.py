@@ -7,6 +7,7 @@ route, chunk count and kernel must agree with it within a derived tolerance.
 Letters: N tokens, D width, E experts, U gate and up (2), F hidden width, X values of a row.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +102,9 @@ def _nll(params, x, target_BT, cfg: Config):
     """Mean nats of the targets."""
     table = params["embedding"]
     logits = x @ (table["table"].T if cfg.model.tie_embeddings else table["project"])
+    if cfg.model.logit_cap is not None:
+        doubled = 2 * logits / cfg.model.logit_cap  # tanh by the logistic function
+        logits = cfg.model.logit_cap * (2 / (1 + jnp.exp(-doubled)) - 1)
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     valid = target_BT >= 0
     chosen = jnp.take_along_axis(logp, jnp.where(valid, target_BT, 0)[..., None], -1)[..., 0]
@@ -150,11 +154,17 @@ def _length(group):
 def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
     epsilon = cfg.model.norm_epsilon
     after, factor = cfg.model.block_norm == "after", cfg.model.residual_scale
-    scales = w["attention_norm"]["scale"], w["mlp_norm"]["scale"]
-    h = x if after else norm(x, scales[0], epsilon)
+
+    def normed(a, name):
+        return norm(a, w[name]["scale"], epsilon) if name in w else a
+
+    def result(a, of):
+        return normed(a, f"{of}_norm" if after else f"{of}_out_norm")
+
+    h = x if after else normed(x, "attention_norm")
     y = attend(w["attention"], h, segments, index, cfg)
-    x = x + factor * (norm(y, scales[0], epsilon) if after else y)
-    h, added = x if after else norm(x, scales[1], epsilon), 0.0
+    x = x + factor * result(y, "attention")
+    h, added = x if after else normed(x, "mlp_norm"), 0.0
     loss, load, needed = 0.0, None, None
     if "moe" in w:
         B, T, D = h.shape
@@ -162,12 +172,16 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
         args = (w["moe"]["w_router"], bias["moe"]["bias"], w["moe"]["w_in"], w["moe"]["w_out"])
         biases = (w["moe"]["b_in"], w["moe"]["b_out"]) if moe.expert_bias else None
         options = {"biases": biases, "router_bias_E": w["moe"].get("b_router")}
-        options |= {"k": moe.experts_per_token, "limit": cfg.model.clamp}
-        options["recorded_NK"] = recorded_NK
-        seen = h if noise is None else h * noise.factors(h.shape, moe.router.jitter)
+        options |= {"k": moe.experts_per_token, "form": _form(cfg.model)}
+        options |= {"recorded_NK": recorded_NK, "scale_E": w["moe"].get("expert_scale", 1.0)}
+        seen, own = h, h
+        if moe.own_norms:
+            length = jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + epsilon * D)
+            seen, own = x / length * w["router_scale"], normed(x, "experts_norm")
+        seen = seen if noise is None else seen * noise.factors(h.shape, moe.router.jitter)
         options["router_x_ND"] = seen.reshape(-1, D)
-        y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, **options)
-        added = y.reshape(B, T, D)
+        y, weight_NE = moe_reference(own.reshape(-1, D), *args, moe.router, **options)
+        added = normed(y.reshape(B, T, D), "experts_out_norm")
         chosen_NE = weight_NE != 0
         load = jnp.sum(chosen_NE, axis=0)
         logit_NE = options["router_x_ND"] @ args[0] + w["moe"].get("b_router", 0)
@@ -177,13 +191,13 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
         if moe.router.quantile_bins is not None:
             needed = _needed(logit_NE, args[1], cfg)
     if "mlp" in w:
-        y = gated(h @ w["mlp"]["w_in"][:, 0], h @ w["mlp"]["w_in"][:, 1], cfg.model.clamp)
+        y = gated(h @ w["mlp"]["w_in"][:, 0], h @ w["mlp"]["w_in"][:, 1], _form(cfg.model))
         y = y @ w["mlp"]["w_out"]
         if "shared_gate" in w:
             y = y / (1 + jnp.exp(-jnp.sum(h * w["shared_gate"], axis=-1, keepdims=True)))
-        added = added + y
-    added = norm(added, scales[1], epsilon) if after else added
-    return x + factor * added, loss, load, needed
+        added = added + normed(y, "shared_out_norm")
+    x = x + factor * result(added, "mlp")
+    return x * jax.lax.stop_gradient(w.get("layer_scale", 1.0)), loss, load, needed
 
 
 def _needed(logit_NE, bias_E, cfg: Config):
@@ -226,9 +240,10 @@ def moe_reference(
     k,
     biases=None,
     router_bias_E=None,
-    limit=None,
+    form=None,
     router_x_ND=None,
     recorded_NK=None,
+    scale_E=1.0,
 ):
     """The expert layer: its output and the dense routing weights [N, E] (zero where not chosen).
 
@@ -236,9 +251,10 @@ def moe_reference(
       bias_E: selection bias, which moves the choice alone.
       biases: b_in_EUF and b_out_ED of the experts' products.
       router_bias_E: added to the logits.
-      limit: limit of clamped SwiGLU; None for SwiGLU.
+      form: of `gated`.
       router_x_ND: the router's input, where it has jitter; None for `x_ND`.
       recorded_NK: experts of each token in place of its choice; -1 for a token that chooses.
+      scale_E: factor of each expert on its weights.
     """
     logit_NE = (x_ND if router_x_ND is None else router_x_ND).astype(jnp.float32) @ w_router_DE
     if router_bias_E is not None:
@@ -255,20 +271,31 @@ def moe_reference(
     weight_NE = jnp.where(chosen_NE, score_NE, 0.0)
     if cfg.renormalize:
         weight_NE = weight_NE / jnp.sum(weight_NE, axis=-1, keepdims=True)
-    weight_NE = weight_NE * cfg.weight_scale
+    weight_NE = weight_NE * cfg.weight_scale * scale_E
     h_NEUF = jnp.einsum("ND,EDUF->NEUF", x_ND, w_in_EDUF)
     if biases is not None:
         h_NEUF = h_NEUF + biases[0]
-    y_NED = jnp.einsum("NEF,EFD->NED", gated(h_NEUF[:, :, 0], h_NEUF[:, :, 1], limit), w_out_EFD)
+    y_NED = jnp.einsum("NEF,EFD->NED", gated(h_NEUF[:, :, 0], h_NEUF[:, :, 1], form), w_out_EFD)
     if biases is not None:
         y_NED = y_NED + biases[1]
     return jnp.einsum("NE,NED->ND", weight_NE, y_NED), weight_NE
 
 
-def gated(gate, up, limit: float | None):
-    """SwiGLU of gate and up, or clamped SwiGLU, in another form than in `kernels.experts`."""
+def _form(model) -> float | str | None:
+    return model.clamp if model.clamp is not None else {"geglu": "geglu"}.get(model.activation)
+
+
+def gated(gate, up, limit: float | str | None):
+    """An activation of gate and up, in another form than in `kernels.experts`.
+
+    Args:
+      limit: limit of clamped SwiGLU; "geglu"; None for SwiGLU.
+    """
     if limit is None:
         return gate * jax.nn.sigmoid(gate) * up
+    if limit == "geglu":  # by tanh, as a logistic function
+        cubic = gate + 0.044715 * gate**3
+        return gate * up * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * cubic)
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
 

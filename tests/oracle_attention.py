@@ -5,13 +5,14 @@ keys and values for every head. A sink is one more column of the scores. Rotatio
 complex numbers, with frequencies found pair by pair.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.config.schema import Config, RopeConfig
+from moejax.config.schema import Config, FullAttentionConfig, ModelConfig, RopeConfig
 from tests.oracle_delta import linear
 
 
@@ -28,9 +29,23 @@ def attend(w, x, segments, block: int, cfg: Config):
         return linear(w, x, segments, cfg)
     window = T if full else window
     back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    if model.full_attention != FullAttentionConfig():
+        plain = dataclasses.replace(model, full_attention=FullAttentionConfig())
+        cfg = dataclasses.replace(cfg, model=_full(model) if full else plain)
     near = (back >= 0) & (back < window)
     seen = near[None, None] & (segments[:, None, :, None] == segments[:, None, None, :])
     return (_latent if model.attention == "latent" else _grouped)(w, x, seen, cfg)
+
+
+def _full(model: ModelConfig) -> ModelConfig:
+    """A model all of whose blocks are as its blocks without a window."""
+    own = model.full_attention
+    changes = {
+        "head_width": own.head_width or model.head_width,
+        "num_kv_heads": own.num_kv_heads or model.num_kv_heads,
+        "rope": dataclasses.replace(model.rope, theta=own.theta or model.rope.theta),
+    }
+    return dataclasses.replace(model, **changes)
 
 
 def norm(x, scale, epsilon):
@@ -40,9 +55,12 @@ def norm(x, scale, epsilon):
 
 def _grouped(w, x, seen, cfg: Config):
     model = cfg.model
+    w = w if "w_v" in w else {**w, "w_v": w["w_k"], "b_v": w.get("b_k")}
     q, k, v = (jnp.einsum("BTD,DHC->BTHC", x, w[name]) for name in ("w_q", "w_k", "w_v"))
     if model.attention_bias:
         q, k, v = q + w["b_q"], k + w["b_k"], v + w["b_v"]
+    if model.value_norm:
+        v = norm(v, 1.0, model.norm_epsilon)
     if model.qk_norm == "head":
         q = norm(q, w["q_norm"]["scale"], model.norm_epsilon)
         k = norm(k, w["k_norm"]["scale"], model.norm_epsilon)
@@ -54,7 +72,8 @@ def _grouped(w, x, seen, cfg: Config):
             for a, n in ((q, "q_norm"), (k, "k_norm"))
         )
     R = model.rope_width or model.head_width
-    q, k = (jnp.concatenate([turned(a[..., :R], model.rope), a[..., R:]], axis=-1) for a in (q, k))
+    some = model.full_attention.turned_channels  # of full blocks alone, as `_full` leaves it
+    q, k = (jnp.concatenate([turned(a[..., :R], model, some), a[..., R:]], axis=-1) for a in (q, k))
     if model.qk_norm == "rotated":
         q, k = (
             norm(a, w[n]["scale"], model.norm_epsilon) for a, n in ((q, "q_norm"), (k, "k_norm"))
@@ -81,11 +100,11 @@ def _latent(w, x, seen, cfg: Config):
         q = jnp.einsum("BTZ,ZHC->BTHC", q, w["w_uq"])
     down = x @ w["w_dkv"]
     latent = norm(down[..., : model.kv_latent], w["kv_norm"]["scale"], epsilon)
-    shared = turned(down[:, :, None, model.kv_latent :], model.rope)[:, :, 0]
+    shared = turned(down[:, :, None, model.kv_latent :], model)[:, :, 0]
     up_keys, up_values = w["w_ukv"][..., :plain], w["w_ukv"][..., plain:]
     absorbed = jnp.einsum("BTHC,ZHC->BTHZ", q[..., :plain], up_keys)
     score = jnp.einsum("BTHZ,BSZ->BHTS", absorbed, latent)
-    score += jnp.einsum("BTHR,BSR->BHTS", turned(q[..., plain:], model.rope), shared)
+    score += jnp.einsum("BTHR,BSR->BHTS", turned(q[..., plain:], model), shared)
     chance = _chances(score * scale_of_scores(cfg), seen, None)
     mean = jnp.einsum("BHTS,BSZ->BTHZ", chance, latent)
     return jnp.einsum("BTHZ,ZHC,HCD->BTD", mean, up_values, w["w_o"])
@@ -112,10 +131,19 @@ def magnitude(scale: float, factor: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0
 
 
-def turned(x, rope: RopeConfig):
-    """Rotary positions as complex multiplication, of all channels of x [B, T, H, R]."""
-    half = x.shape[-1] // 2
-    angle = np.arange(x.shape[1])[:, None] * frequencies(rope, half)
+def turned(x, model: ModelConfig, some: int | None = None):
+    """Rotary positions as complex multiplication, of all channels of x [B, T, H, R].
+
+    Args:
+      some: channels whose pairs turn, the fastest ones; None: all.
+    """
+    if model.positions == "none":
+        return x
+    rope, half = model.rope, x.shape[-1] // 2
+    speeds = [
+        s if some is None or 2 * i < some else 0.0 for i, s in enumerate(frequencies(rope, half))
+    ]
+    angle = np.arange(x.shape[1])[:, None] * np.array(speeds)
     turn = (factor_of_turns(rope) * np.exp(1j * angle))[None, :, None, :]
     z = (x[..., :half] + 1j * x[..., half:]) * turn
     return jnp.concatenate([z.real, z.imag], axis=-1).astype(x.dtype)

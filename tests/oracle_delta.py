@@ -1,6 +1,7 @@
-"""The gated delta net of the oracle: position by position, in any dtype.
+"""The gated delta nets of the oracle: position by position, in any dtype.
 
-Letters: B sequences, T positions, G key heads, H value heads, C and V channels of them.
+Letters: B sequences, T positions, G key heads, H value heads, C and V channels of them, Z a narrow
+layer.
 """
 
 import jax
@@ -10,8 +11,9 @@ from moejax.config.schema import Config
 
 
 def linear(w, x, segments, cfg: Config):
-    """A block's gated delta net, in the forms below."""
+    """A block's linear attention, in the forms below."""
     form = cfg.model.linear
+    by_channel = form.form == "kimi_delta"
 
     def convolved(name):
         y = jnp.einsum("BTD,DHC->BTHC", x, w[f"w_{name}"])
@@ -22,11 +24,19 @@ def linear(w, x, segments, cfg: Config):
     q, k, v = map(convolved, "qkv")
     q, k = (a / jnp.sqrt(jnp.sum(a**2, axis=-1, keepdims=True) + 1e-6) for a in (q, k))
     beta = 1 / (1 + jnp.exp(-x @ w["w_beta"]))
-    g = -jnp.exp(w["log_rate"]) * jnp.log1p(jnp.exp(x @ w["w_fade"] + w["fade_bias"]))
+    if by_channel:
+        fade, gate = (
+            jnp.einsum("BTD,DZ,ZHC->BTHC", x, w[f"w_{name}_down"], w[f"w_{name}_up"])
+            for name in ("fade", "gate")
+        )
+        rate, opened = jnp.exp(w["log_rate"])[:, None], 1 / (1 + jnp.exp(-gate))
+    else:
+        fade, gate = x @ w["w_fade"], jnp.einsum("BTD,DHC->BTHC", x, w["w_gate"])
+        rate, opened = jnp.exp(w["log_rate"]), gate / (1 + jnp.exp(-gate))
+    g = -rate * jnp.log1p(jnp.exp(fade + w["fade_bias"]))
     y, _ = delta_by_position(q / form.key_width**0.5, k, v, g, beta, segments)
     size = jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + cfg.model.norm_epsilon)
-    y = y / size * w["scale"] * jax.nn.silu(jnp.einsum("BTD,DHC->BTHC", x, w["w_gate"]))
-    return jnp.einsum("BTHC,HCD->BTD", y, w["w_o"])
+    return jnp.einsum("BTHC,HCD->BTD", y / size * w["scale"] * opened, w["w_o"])
 
 
 def _flat(w_HCX):
@@ -34,8 +44,13 @@ def _flat(w_HCX):
 
 
 def delta_by_position(q, k, v, g, beta, segment_BT, state=None):
-    """Returns what each position reads, and the state after the last one, of `gated_delta`."""
+    """Returns what each position reads, and the state after the last one, of `gated_delta`.
+
+    Args:
+      g: [B, T, H], or [B, T, G, C] for each channel of keys.
+    """
     B, _, H, V = v.shape
+    g = g[..., None] if g.ndim == 3 else jnp.repeat(g, H // g.shape[2], axis=2)
     q, k = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (q, k))
     if state is None:
         state = jnp.zeros((B, H, k.shape[-1], V), v.dtype)
@@ -44,7 +59,7 @@ def delta_by_position(q, k, v, g, beta, segment_BT, state=None):
     def position(state, now):
         q, k, v, g, beta, begins = now
         state = jnp.where(begins[:, None, None, None], 0.0, state)
-        state = state * jnp.exp(g)[..., None, None]
+        state = state * jnp.exp(g)[..., None]
         held = jnp.einsum("BHC,BHCV->BHV", k, state)
         state = state + jnp.einsum("BHC,BHV->BHCV", k, beta[..., None] * (v - held))
         return state, jnp.einsum("BHC,BHCV->BHV", q, state)

@@ -52,9 +52,10 @@ class LinearConfig:
 
     form: str = setting(
         "none",
-        "gated_delta: gated delta net (Qwen3-Next), in blocks without softmax attention, which are "
-        "all but each model.full_attention_every-th; none: no block has it",
-        choices=("none", "gated_delta"),
+        "gated_delta: gated delta net (Qwen3-Next), kimi_delta: with fading of each channel (Kimi "
+        "Linear), in blocks without softmax attention, which are all but each "
+        "model.full_attention_every-th; none: no block has it",
+        choices=("none", "gated_delta", "kimi_delta"),
     )
     key_heads: int = setting(2, "heads of queries and keys", at_least=1)
     value_heads: int = setting(4, "heads of values, with a state each; a multiple", at_least=1)
@@ -62,6 +63,30 @@ class LinearConfig:
     value_width: int = setting(32, "channels of a head of values", at_least=1)
     convolution: int = setting(
         4, "positions that the convolution of queries, keys and values sees", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class FullAttentionConfig:
+    """Blocks without a window, where their heads are others than those of blocks with one."""
+
+    head_width: int | None = setting(
+        None, "channels of one head (Gemma 4); none: model.head_width", at_least=2
+    )
+    num_kv_heads: int | None = setting(
+        None, "key and value heads (Gemma 4); none: model.num_kv_heads", at_least=1
+    )
+    keys_are_values: bool = setting(
+        False, "values are keys before their norm and rotation: no projection (Gemma 4)"
+    )
+    theta: float | None = setting(
+        None, "base of the rotary frequencies (Gemma 4); none: model.rope.theta", above=0
+    )
+    turned_channels: int | None = setting(
+        None,
+        "channels that rotate: the fastest pairs (c, c + half a head), with the frequencies of a "
+        "whole head (Gemma 4); none: as in other blocks",
+        at_least=2,
     )
 
 
@@ -81,8 +106,16 @@ class ModelConfig:
     num_heads: int = setting(4, "H: query heads", at_least=1)
     num_kv_heads: int = setting(2, "G: key and value heads; H must be a multiple", at_least=1)
     head_width: int = setting(32, "C: channels of one head", at_least=2)
+    positions: str = setting(
+        "rotary",
+        "rotary: queries and keys rotate; none: they do not (Kimi Linear)",
+        choices=("rotary", "none"),
+    )
     rope_width: int | None = setting(
-        None, "channels of a head that rotate; none: all (latent attention needs it)", at_least=2
+        None,
+        "channels of a head that rotate; none: all. Latent attention needs it, without positions "
+        "too: keys of all heads have them in common",
+        at_least=2,
     )
     q_latent: int | None = setting(
         None, "Z: width of the latent of queries; none: projected directly", at_least=1
@@ -117,8 +150,9 @@ class ModelConfig:
     )
     activation: str = setting(
         "swiglu",
-        "activation of MLPs and experts; clamped_swiglu clamps gate and up (gpt-oss)",
-        choices=("swiglu", "clamped_swiglu"),
+        "activation of MLPs and experts; clamped_swiglu clamps gate and up (gpt-oss); geglu: GELU, "
+        "by tanh, of the gate times up (Gemma)",
+        choices=("swiglu", "clamped_swiglu", "geglu"),
     )
     activation_limit: float = setting(
         7.0, "clamped_swiglu: largest gate, and largest size of up", above=0
@@ -133,8 +167,11 @@ class ModelConfig:
     block_norm: str = setting(
         "before",
         "RMSNorms of a block; before: on the inputs of attention and MLP; after: on what they add "
-        "(OLMo 2)",
-        choices=("before", "after"),
+        "(OLMo 2); both: four norms (Gemma)",
+        choices=("before", "after", "both"),
+    )
+    layer_scale: bool = setting(
+        False, "a constant of each block scales its result; it is not trained (Gemma 4)"
     )
     zero_centered_norms: bool = setting(
         False,
@@ -146,6 +183,7 @@ class ModelConfig:
         "positions (Hunyuan)",
         choices=("none", "head", "full", "rotated"),
     )
+    value_norm: bool = setting(False, "RMSNorm without a scale on values of each head (Gemma 4)")
     embedding_scale: float = setting(1.0, "factor on embeddings of tokens (Granite)", above=0)
     residual_scale: float = setting(
         1.0, "factor on what attention and MLP add to the residual stream (Granite)", above=0
@@ -155,6 +193,9 @@ class ModelConfig:
     )
     logit_divisor: float = setting(
         1.0, "divides final hidden states, and with them logits (Granite)", above=0
+    )
+    logit_cap: float | None = setting(
+        None, "logits are cap * tanh(logits / cap) (Gemma); none: as they are", above=0
     )
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
     attention_output_bias: bool = setting(False, "bias on the output projection of attention")
@@ -200,6 +241,9 @@ class ModelConfig:
     )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
     linear: LinearConfig = section(LinearConfig, "linear attention")
+    full_attention: FullAttentionConfig = section(
+        FullAttentionConfig, "heads of blocks without a window, where others have one"
+    )
 
     @property
     def is_linear(self) -> bool:
@@ -217,8 +261,13 @@ class ModelConfig:
         return self.value_width or self.head_width
 
     @property
+    def rotates(self) -> bool:
+        """True if queries and keys rotate."""
+        return self.positions == "rotary"
+
+    @property
     def rotated_channels(self) -> int:
-        """Channels of a head that rotate."""
+        """Channels of a head that rotate, or would with positions."""
         return self.rope_width or self.head_width
 
     @property
@@ -327,6 +376,14 @@ class MoEConfig:
     )
     shared_gate: bool = setting(
         False, "the shared experts' output is scaled by sigmoid(h . gate), learned (Qwen2-MoE)"
+    )
+    own_norms: bool = setting(
+        False,
+        "experts and the shared experts each have norms of their input and result, and the router "
+        "one of the residual stream, all beside those of the block (Gemma 4)",
+    )
+    expert_scale: bool = setting(
+        False, "a learned factor of each expert on its routing weights (Gemma 4)"
     )
     router_bias: bool = setting(False, "a learned bias of the router's logits (gpt-oss)")
     expert_bias: bool = setting(False, "biases of the experts' two products (gpt-oss)")

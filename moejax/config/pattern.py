@@ -2,9 +2,10 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from moejax.config.schema import ModelConfig
+from moejax.config.schema import FullAttentionConfig, ModelConfig
 
 LONGEST = 64  # blocks of a pattern that is searched for in a table of layers
 
@@ -31,6 +32,29 @@ def block_kinds(cfg: ModelConfig) -> list[BlockKind]:
         BlockKind("moe" if mlp == "experts" else "dense", *mixers[sees])
         for mlp, sees in zip(cfg.mlps, layer_attention(cfg), strict=True)
     ]
+
+
+def settings_of(cfg: ModelConfig, window: int | None) -> ModelConfig:
+    """Returns the model's settings as attention of a block has them.
+
+    Those of `model.full_attention` that other blocks have too replace them in blocks without a
+    window; the rest stands there, and nothing in other blocks.
+
+    Args:
+      window: of the block.
+    """
+    own, none = cfg.full_attention, FullAttentionConfig()
+    if own == none:
+        return cfg
+    if window is not None:
+        return replace(cfg, full_attention=none)
+    return replace(
+        cfg,
+        head_width=own.head_width or cfg.head_width,
+        num_kv_heads=own.num_kv_heads or cfg.num_kv_heads,
+        rope=replace(cfg.rope, theta=own.theta or cfg.rope.theta),
+        full_attention=replace(own, head_width=None, num_kv_heads=None, theta=None),
+    )
 
 
 def layer_attention(cfg: ModelConfig) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ Defaults describe a small byte-level model that trains on a laptop. Units stand 
 from dataclasses import dataclass
 
 from moejax.config.declare import section, setting
+from moejax.config.model_schema import FullAttentionConfig as FullAttentionConfig
 from moejax.config.model_schema import LinearConfig as LinearConfig
 from moejax.config.model_schema import ModelConfig, MoEConfig
 from moejax.config.model_schema import RopeConfig as RopeConfig

@@ -146,7 +146,7 @@ def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConf
     if family.ahead_tensors and re.fullmatch(family.ahead_tensors, name):
         return further
     if family.around is not None and re.fullmatch(family.around.others, name):
-        return "of images and videos; the text model alone is read"
+        return "of images, videos or sounds; the text model alone is read"
     layer = LAYER.fullmatch(name)
     if layer is None:
         return None

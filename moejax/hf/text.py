@@ -52,7 +52,8 @@ def _text_of(config: Mapping[str, Any], family: Family, keys: tuple[str, ...]) -
             f"beside `{TEXT}` there are {', '.join(others)}, whose meaning for {family.name} is "
             "not known here. Remove what the model's logits do not depend on from config.json."
         )
-    tied, own = config.get(TIED, False), text.get(TIED, False)
+    usual = family.missing.get(TIED, False)
+    tied, own = config.get(TIED, usual), text.get(TIED, usual)
     if tied != own:
         raise InputError(
             f"keys disagree: `{TIED}` is {short(tied)}, and {short(own)} in `{TEXT}`. Code of "

@@ -5,13 +5,14 @@ it holds of the key towards the value, then answers the query:
 
     S <- exp(g) S;    S <- S + k (beta (v - S^T k))^T;    y = S^T q
 
-with g <= 0 and beta in [0, 1]. Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024).
+with beta in [0, 1] and g <= 0, which is a number for the head or for each channel of its keys.
+Sources: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024); Kimi Team, Kimi Linear (2025).
 
 Training takes the positions in chunks. Inside a chunk the corrections depend on each other by a
 triangular matrix, inverted by products of its blocks; from chunk to chunk the state goes on. No
 exponent is positive, so nothing overflows. Legend: N chunks of Q positions (J: the earlier of two);
-G key heads of C channels; R value heads to each, H = G * R in all, of V channels. The convolution
-sees X positions, a position's own and Y before it.
+G key heads of C channels; R value heads to each, H = G * R in all, of V channels; A: keys, and
+queries, as they meet keys. The convolution sees X positions, a position's own and Y before it.
 """
 
 from collections.abc import Callable
@@ -34,20 +35,59 @@ FADED = -128.0
 GRID = 2.0**-10
 
 
-class Gates(NamedTuple):
-    """Shares, in float32, that fading and borders of documents let through a chunk."""
+class Passes(NamedTuple):
+    """Whether two positions of a chunk, or one and a state, are of one document."""
 
-    within_NBHQJ: jax.Array  # of what J wrote, in what Q reads; 0 if J is later
-    before_NBHQ: jax.Array  # of the state before the chunk, in what Q reads
-    after_NBHQ: jax.Array  # of what Q wrote, in the state after the chunk
-    kept_NBH: jax.Array  # of the state before the chunk, in the state after it
+    within_NBQJ: jax.Array  # false if J is later
+    before_NBQ: jax.Array  # the state before the chunk
+    after_NBQ: jax.Array  # the state after the chunk
+    kept_NB: jax.Array  # both states
+
+
+class Faded(NamedTuple):
+    """What fading and borders of documents leave of the parts of chunks.
+
+    Attributes:
+      q_NBGQC: queries as they read the state before a chunk.
+      keys: keys as they read it, and as they write into the state after; one array if both are
+        the same. [N, B, G, Q, C] each.
+      before_NBGRQ: share, in what Q reads, of the state before the chunk; None: `q_NBGQC` and
+        `keys` have it. In float32, as all shares.
+      after_NBGRQ: share of what Q wrote, in the state after the chunk; None: `keys` have it.
+      kept_NBGRCV: share of the state before the chunk, in the state after it; C and V may be 1.
+      owed_NBGRQJ, seen_NBGRQJ: products of the key, and of the query, of Q with the key of J, times
+        the share of what J wrote; 0 if J is later.
+    """
+
+    q_NBGQC: jax.Array
+    keys: tuple[jax.Array, ...]
+    before_NBGRQ: jax.Array | None
+    after_NBGRQ: jax.Array | None
+    kept_NBGRCV: jax.Array
+    owed_NBGRQJ: jax.Array
+    seen_NBGRQJ: jax.Array
+
+
+class Sums(NamedTuple):
+    """Sums of logarithms from a chunk's first position on, in two parts.
+
+    The coarse ones are exact and the fine ones small, so that a difference of two long sums is as
+    exact as a short sum.
+    """
+
+    coarse: jax.Array
+    fine: jax.Array
+
+    def share(self, of: Callable[[jax.Array], jax.Array], passes: Any = True) -> jax.Array:
+        """Returns exp of a difference of sums, or 0 where nothing passes."""
+        return jnp.exp(jnp.where(passes, of(self.coarse) + of(self.fine), -jnp.inf))
 
 
 def gated_delta(
     q_BTGC: Float[Array, "B T G C"],
     k_BTGC: Float[Array, "B T G C"],
     v_BTHV: Float[Array, "B T H V"],
-    g_BTH: Float[Array, "B T H"],
+    g: Float[Array, "B T H"] | Float[Array, "B T G C"],
     beta_BTH: Float[Array, "B T H"],
     segment_BT: Int[Array, "B T"] | None = None,
     state_BHCV: Float[Array, "B H C V"] | None = None,
@@ -62,6 +102,7 @@ def gated_delta(
 
     Args:
       q_BTGC, k_BTGC: keys of unit length, or shorter; value head h reads key head h // (H / G).
+      g: of value heads, or of channels of key heads.
       segment_BT: document of each position: the state is zero where one begins. None: all one.
       state_BHCV: the state before the first position, whose document goes on; None: zero.
       chunk: positions of a chunk: a power of two times `BASE`.
@@ -73,7 +114,7 @@ def gated_delta(
     while chunk > BASE and chunk // 2 >= T:
         chunk //= 2
     y_NBHQV, state_BHCV = _by_chunks(
-        q_BTGC, k_BTGC, v_BTHV, g_BTH, beta_BTH, segment_BT, state_BHCV.astype(jnp.float32), chunk
+        q_BTGC, k_BTGC, v_BTHV, g, beta_BTH, segment_BT, state_BHCV.astype(jnp.float32), chunk
     )
     y_BTHV = y_NBHQV.transpose(1, 0, 3, 2, 4).reshape(B, -1, H, V)
     return y_BTHV[:, :T], state_BHCV
@@ -83,14 +124,15 @@ def delta_step(
     q_BGC: Float[Array, "B G C"],
     k_BGC: Float[Array, "B G C"],
     v_BHV: Float[Array, "B H V"],
-    g_BH: Float[Array, "B H"],
+    g: Float[Array, "B H"] | Float[Array, "B G C"],
     beta_BH: Float[Array, "B H"],
     state_BHCV: Float[Array, "B H C V"],
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H C V"]]:
     """Returns the result of `gated_delta` for one position behind a state, in float32."""
     R = v_BHV.shape[1] // k_BGC.shape[1]
     q_BHC, k_BHC = (jnp.repeat(x.astype(jnp.float32), R, axis=1) for x in (q_BGC, k_BGC))
-    state_BHCV = jnp.exp(g_BH)[..., None, None] * state_BHCV
+    g_BHC = g[..., None] if g.ndim == 2 else jnp.repeat(g, R, axis=1)
+    state_BHCV = jnp.exp(g_BHC)[..., None] * state_BHCV
     held_BHV = jnp.einsum("bhc,bhcv->bhv", k_BHC, state_BHCV)
     u_BHV = beta_BH[..., None] * (v_BHV - held_BHV)
     state_BHCV = state_BHCV + k_BHC[..., None] * u_BHV[:, :, None]
@@ -139,45 +181,48 @@ def next_tail(
 
 
 def _by_chunks(
-    q_BTGC, k_BTGC, v_BTHV, g_BTH, beta_BTH, segment_BT, state_BHCV, length: int
+    q_BTGC, k_BTGC, v_BTHV, g, beta_BTH, segment_BT, state_BHCV, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns [N, B, H, Q, V] and the last state."""
     G, dtype = k_BTGC.shape[2], v_BTHV.dtype
     cut = partial(_cut, length=length)
     q_NBGQC, k_NBGQC, v_NBHQV = cut(q_BTGC), cut(k_BTGC), cut(v_BTHV)
-    g_NBHQ, beta_NBHQ = (cut(x.astype(jnp.float32)) for x in (g_BTH, beta_BTH))
-    gates = _gates(g_NBHQ, _documents(segment_BT, length))
-
-    def by_key_head(x_NBH: jax.Array) -> jax.Array:
-        return x_NBH.reshape(*x_NBH.shape[:2], G, -1, *x_NBH.shape[3:])
-
-    def pairs(a_NBGQC: jax.Array) -> jax.Array:
-        products_NBGQJ = _dot("nbgqc,nbgjc->nbgqj", a_NBGQC, k_NBGQC)
-        return products_NBGQJ[:, :, :, None] * by_key_head(gates.within_NBHQJ)
-
+    g_cut, beta_NBHQ = (cut(x.astype(jnp.float32)) for x in (g, beta_BTH))
+    fade = _fade_heads if g.ndim == 3 else _fade_channels
+    faded = fade(q_NBGQC, k_NBGQC, g_cut, _passes(_documents(segment_BT, length)))
+    v_NBGRQV, beta_NBGRQ = _by_key_head(v_NBHQV, G), _by_key_head(beta_NBHQ, G)
     # What Q would read of what J wrote, times beta of Q, for J before Q.
-    owed_NBGRQJ = pairs(k_NBGQC) * by_key_head(beta_NBHQ)[..., None]
+    owed_NBGRQJ = faded.owed_NBGRQJ * beta_NBGRQ[..., None]
     inverse_NBGRQJ = checkpoint_name(_inverse(owed_NBGRQJ), INVERSES)
-    corrects_NBGRQJ = inverse_NBGRQJ * by_key_head(beta_NBHQ)[..., None, :]
+    corrects_NBGRQJ = inverse_NBGRQJ * beta_NBGRQ[..., None, :]
 
-    def chunk(state_BGRCV: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
-        k_BGQC, v_BGRQV, corrects_BGRQJ, before_BGRQ, after_BGRQ, kept_BGR = arrays
-        held_BGRQV = _dot("bgqc,bgrcv->bgrqv", k_BGQC, state_BGRCV.astype(dtype))
-        missing_BGRQV = v_BGRQV - before_BGRQ[..., None] * held_BGRQV
+    def chunk(state_BGRCV: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+        keys, v_BGRQV, corrects_BGRQJ, before_BGRQ, after_BGRQ, kept_BGRCV = arrays
+        held_BGRQV = _dot("bgqc,bgrcv->bgrqv", keys[0], state_BGRCV.astype(dtype))
+        missing_BGRQV = v_BGRQV - _times(before_BGRQ, held_BGRQV)
         u_BGRQV = _dot("bgrqj,bgrjv->bgrqv", corrects_BGRQJ, missing_BGRQV.astype(dtype))
-        written_BGRQV = (after_BGRQ[..., None] * u_BGRQV).astype(dtype)
-        new_BGRCV = _dot("bgqc,bgrqv->bgrcv", k_BGQC, written_BGRQV)
-        new_BGRCV += kept_BGR[..., None, None] * state_BGRCV
+        written_BGRQV = _times(after_BGRQ, u_BGRQV).astype(dtype)
+        new_BGRCV = _dot("bgqc,bgrqv->bgrcv", keys[-1], written_BGRQV)
+        new_BGRCV += kept_BGRCV * state_BGRCV
         return new_BGRCV, (state_BGRCV.astype(dtype), u_BGRQV.astype(dtype))
 
-    shares = map(by_key_head, (gates.before_NBHQ, gates.after_NBHQ, gates.kept_NBH))
-    before_NBGRQ, *others = shares
-    scanned = k_NBGQC, by_key_head(v_NBHQV), corrects_NBGRQJ.astype(dtype), before_NBGRQ, *others
-    first_BGRCV = by_key_head(state_BHCV[None])[0]
+    shares = faded.before_NBGRQ, faded.after_NBGRQ, faded.kept_NBGRCV
+    scanned = faded.keys, v_NBGRQV, corrects_NBGRQJ.astype(dtype), *shares
+    first_BGRCV = _by_key_head(state_BHCV[None], G)[0]
     last_BGRCV, (state_NBGRCV, u_NBGRQV) = lax.scan(chunk, first_BGRCV, scanned)
-    y_NBGRQV = _dot("nbgqc,nbgrcv->nbgrqv", q_NBGQC, state_NBGRCV) * before_NBGRQ[..., None]
-    y_NBGRQV += _dot("nbgrqj,nbgrjv->nbgrqv", pairs(q_NBGQC).astype(dtype), u_NBGRQV)
+    y_NBGRQV = _dot("nbgqc,nbgrcv->nbgrqv", faded.q_NBGQC, state_NBGRCV)
+    y_NBGRQV = _times(faded.before_NBGRQ, y_NBGRQV)
+    y_NBGRQV += _dot("nbgrqj,nbgrjv->nbgrqv", faded.seen_NBGRQJ.astype(dtype), u_NBGRQV)
     return y_NBGRQV.reshape(v_NBHQV.shape), last_BGRCV.reshape(state_BHCV.shape)
+
+
+def _by_key_head(x_NBH: jax.Array, heads: int) -> jax.Array:
+    """Splits value heads into those of each key head, [N, B, G, R, ...]."""
+    return x_NBH.reshape(*x_NBH.shape[:2], heads, -1, *x_NBH.shape[3:])
+
+
+def _times(share_Q: jax.Array | None, x_QV: jax.Array) -> jax.Array:
+    return x_QV if share_Q is None else share_Q[..., None] * x_QV
 
 
 def _dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -201,32 +246,117 @@ def _documents(segment_BT: jax.Array, length: int) -> jax.Array:
     return number_BT.reshape(number_BT.shape[0], -1, length).swapaxes(0, 1)
 
 
-def _gates(g_NBHQ: jax.Array, number_NBQ: jax.Array) -> Gates:
-    """Returns how far each chunk's positions see: see `Gates`.
-
-    Sums of logarithms are kept in two parts, coarse ones that are exact and fine ones that are
-    small, so that a difference of two long sums is as exact as a short sum.
-    """
-    g_NBHQ = jnp.maximum(g_NBHQ, FADED)
-    coarse_NBHQ = lax.stop_gradient(jnp.round(g_NBHQ / GRID) * GRID)
-    coarse_NBHQ, fine_NBHQ = (jnp.cumsum(x, axis=-1) for x in (coarse_NBHQ, g_NBHQ - coarse_NBHQ))
+def _passes(number_NBQ: jax.Array) -> Passes:
+    """Args: number_NBQ: the number of each position's document."""
     end_NB1 = number_NBQ[..., -1:]
     # The state before the first chunk is of the first document.
     before_NB1 = jnp.pad(end_NB1[:-1], ((1, 0), (0, 0), (0, 0)))
-    place = jnp.arange(g_NBHQ.shape[-1])
-    seen_NBQJ = number_NBQ[..., :, None] == number_NBQ[..., None, :]
-    seen_NBQJ &= place[:, None] >= place
-
-    def share(of: Callable[[jax.Array], jax.Array], passes: jax.Array) -> jax.Array:
-        log = of(coarse_NBHQ) + of(fine_NBHQ)
-        return jnp.exp(jnp.where(passes[:, :, None], log, -jnp.inf))
-
-    return Gates(
-        share(lambda x: x[..., :, None] - x[..., None, :], seen_NBQJ),
-        share(lambda x: x, number_NBQ == before_NB1),
-        share(lambda x: x[..., -1:] - x, number_NBQ == end_NB1),
-        share(lambda x: x[..., -1:], end_NB1 == before_NB1)[..., 0],
+    place = jnp.arange(number_NBQ.shape[-1])
+    within_NBQJ = number_NBQ[..., :, None] == number_NBQ[..., None, :]
+    return Passes(
+        within_NBQJ & (place[:, None] >= place),
+        number_NBQ == before_NB1,
+        number_NBQ == end_NB1,
+        (end_NB1 == before_NB1)[..., 0],
     )
+
+
+def _sums(g: jax.Array, axis: int) -> Sums:
+    g = jnp.maximum(g, FADED)
+    coarse = lax.stop_gradient(jnp.round(g / GRID) * GRID)
+    return Sums(*(jnp.cumsum(x, axis=axis) for x in (coarse, g - coarse)))
+
+
+def _fade_heads(q_NBGQC: jax.Array, k_NBGQC: jax.Array, g_NBHQ: jax.Array, passes: Passes) -> Faded:
+    """Fades all channels of a head alike: shares of results are products with numbers."""
+    sums, G = _sums(g_NBHQ, -1), k_NBGQC.shape[2]
+    within, before, after, kept = (x[:, :, None] for x in passes)
+    within_NBHQJ = sums.share(lambda x: x[..., :, None] - x[..., None, :], within)
+    shares = (
+        sums.share(lambda x: x, before),
+        sums.share(lambda x: x[..., -1:] - x, after),
+        sums.share(lambda x: x[..., -1], kept)[..., None, None],
+        within_NBHQJ,
+    )
+    before_NBGRQ, after_NBGRQ, kept_NBGRCV, within_NBGRQJ = (_by_key_head(x, G) for x in shares)
+
+    def pairs(a_NBGQC: jax.Array) -> jax.Array:
+        products_NBGQJ = _dot("nbgqc,nbgjc->nbgqj", a_NBGQC, k_NBGQC)
+        return products_NBGQJ[:, :, :, None] * within_NBGRQJ
+
+    shares = before_NBGRQ, after_NBGRQ, kept_NBGRCV
+    return Faded(q_NBGQC, (k_NBGQC,), *shares, pairs(k_NBGQC), pairs(q_NBGQC))
+
+
+def _fade_channels(
+    q_NBGQC: jax.Array, k_NBGQC: jax.Array, g_NBGQC: jax.Array, passes: Passes
+) -> Faded:
+    """Fades each channel by itself: queries and keys are multiplied by shares."""
+    sums, dtype = _sums(g_NBGQC, -2), k_NBGQC.dtype
+    before, after, kept = (x[:, :, None, ..., None] for x in passes[1:])
+    before_NBGQC = sums.share(lambda x: x, before)
+    after_NBGQC = sums.share(lambda x: x[..., -1:, :] - x, after)
+    kept_NBGC = sums.share(lambda x: x[..., -1, :], kept)
+    pairs_ANBGQJ = _faded_products(jnp.stack([k_NBGQC, q_NBGQC]), k_NBGQC, sums)
+    pairs_ANBGQJ = jnp.where(passes.within_NBQJ[:, :, None], pairs_ANBGQJ, 0)
+    owed_NBG1QJ, seen_NBG1QJ = pairs_ANBGQJ[..., None, :, :]
+    keys = tuple((k_NBGQC * share).astype(dtype) for share in (before_NBGQC, after_NBGQC))
+    q_NBGQC = (q_NBGQC * before_NBGQC).astype(dtype)
+    kept_NBG1C1 = kept_NBGC[..., None, :, None]
+    return Faded(q_NBGQC, keys, None, None, kept_NBG1C1, owed_NBG1QJ, seen_NBG1QJ)
+
+
+def _faded_products(a_QC: jax.Array, k_QC: jax.Array, sums: Sums) -> jax.Array:
+    """Returns sum_C a_Q k_J exp(sums_Q - sums_J) for J up to Q, [A, ..., Q, J].
+
+    By halves: where Q is in the second half and J in the first one, the difference is that of Q to
+    the end of the first half and that from there to J. Neither is above zero, so that each is a
+    factor of an operand, and what vanishes in a factor vanishes in the product.
+
+    Args:
+      a_QC: [A, ..., Q, C]; `k_QC` has no A.
+    """
+    length, dtype = k_QC.shape[-2], k_QC.dtype
+    base = min(length, BASE)
+
+    def halves(size: int, block: int) -> tuple[jax.Array, jax.Array]:
+        share = sums.share(partial(_to_the_middle, size=size))
+        share = share.reshape(k_QC.shape)
+        a_nQC, k_nQC = (_blocks((x * share).astype(dtype), block) for x in (a_QC, k_QC))
+        return a_nQC, k_nQC
+
+    place, size = jnp.arange(base), 1
+    own_nQ = jnp.sum(_blocks(a_QC.astype(jnp.float32) * k_QC, base), axis=-1)
+    x_nQJ = own_nQ[..., None] * jnp.eye(base)
+    while size < base:  # halves of all sizes are masks of one product
+        row, column = place[:, None] // size, place // size
+        products_nQJ = _dot("a...qc,...jc->a...qj", *halves(size, base))
+        x_nQJ += jnp.where((row == column + 1) & (column % 2 == 0), products_nQJ, 0)
+        size *= 2
+    while size < length:
+        a_nQC, k_nQC = halves(size, 2 * size)
+        below = _dot("a...qc,...jc->a...qj", a_nQC[..., size:, :], k_nQC[..., :size, :])
+        x_nQJ = _join(x_nQJ[..., ::2, :, :], below, x_nQJ[..., 1::2, :, :])
+        size *= 2
+    return x_nQJ[..., 0, :, :]
+
+
+def _blocks(x_QC: jax.Array, length: int) -> jax.Array:
+    """Cuts positions into blocks, [..., n, Q, C]."""
+    return x_QC.reshape(*x_QC.shape[:-2], -1, length, x_QC.shape[-1])
+
+
+def _to_the_middle(x_QC: jax.Array, size: int) -> jax.Array:
+    """Returns the differences across the way to the end of the first half of 2 * size rows."""
+    away_nQC = _blocks(x_QC, 2 * size)
+    away_nQC = away_nQC - away_nQC[..., size - 1 : size, :]
+    return jnp.where(jnp.arange(2 * size)[:, None] < size, -away_nQC, away_nQC)
+
+
+def _join(first: jax.Array, below: jax.Array, second: jax.Array) -> jax.Array:
+    """Returns lower triangular blocks of blocks on the diagonal and one below."""
+    upper = jnp.concatenate([first, jnp.zeros_like(below)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)
 
 
 @jax.custom_vjp
@@ -247,8 +377,7 @@ def _inverse(a_QJ: jax.Array) -> jax.Array:
         starts = range(0, Q, 2 * size)
         below = [a_QJ[..., n + size : n + 2 * size, n : n + size] for n in starts]
         below = -_multiply(second, _multiply(jnp.stack(below, axis=-3), first))
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        x_nQJ = jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)
+        x_nQJ = _join(first, below, second)
     return x_nQJ[..., 0, :, :]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.config.compression import BLOCKS, TOKENS, build_compression
+from moejax.config.pattern import settings_of
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.kernels.attention import splash
@@ -111,7 +112,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
             dtype=model.dtype,
             width=model.width,
             hidden=cfg.moe.expert_hidden // (tensor if hidden_is_cut else 1),
-            plain=model.clamp is None and not cfg.moe.expert_bias,
+            plain=model.activation == "swiglu" and not cfg.moe.expert_bias,
         )
     policy = build_compression(cfg.compression)
     specs = [spec for _, codecs in policy.stretches for spec in vars(codecs).values() if spec]
@@ -141,7 +142,10 @@ def _attention_choices(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     """Returns the choice for attention of whole sequences, and of parts if there are any."""
     model, mesh, train = cfg.model, cfg.mesh, cfg.train
     ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert // mesh.context
-    heads = {"dtype": model.dtype, "width": model.head_width, "value_width": model.value_channels}
+    # One choice for all blocks, so for the widest of their heads.
+    widest = max((settings_of(model, window) for window in (1, None)), key=lambda m: m.head_width)
+    heads = {"dtype": model.dtype, "width": widest.head_width}
+    heads |= {"value_width": widest.value_channels}
     heads |= {"length": cfg.data.sequence_length, "window": model.sliding_window}
     if mesh.context > 1:
         return {"attention": select_ranged(hardware, **heads)}
@@ -204,7 +208,9 @@ def select_experts(
     if why_not is None:
         reason = "bfloat16 on Hopper: products of groups on its matrix units"
         if not plain:
-            reason += "; clamped SwiGLU and biases stand between them, not in one kernel with them"
+            reason += (
+                "; biases and other than SwiGLU stand between them, not in one kernel with them"
+            )
         return Choice("mosaic", reason)
     reason = f"ragged_dot multiplies every row by every expert on {hardware.platform}"
     return Choice("blocked", reason, (("mosaic", why_not),))

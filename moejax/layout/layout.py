@@ -11,6 +11,7 @@ letters of the model:
     Z width of a latent     R channels of a head that rotate
     O model width of the outputs, where inputs have it too (D)
     X positions that a short convolution sees
+    Y one number of a block
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files

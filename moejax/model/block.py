@@ -3,6 +3,7 @@
 Per device, inside shard_map.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,17 +17,17 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.annotations import Array, Float, Int
 from moejax.comm import links, wire
 from moejax.comm.weights.gather import replicated_weight
-from moejax.config.pattern import BlockKind
+from moejax.config.pattern import BlockKind, settings_of
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.kernels.attention.attention import sliced_attention
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
-from moejax.model.layers import MLP, RMSNorm, model_norm, scaled
+from moejax.model.layers import MLP, model_norm, normalised, scaled
 from moejax.model.mixers.attention import Attention
-from moejax.model.mixers.delta import GatedDeltaNet
+from moejax.model.mixers.delta import GatedDeltaNet, KimiDelta
 from moejax.model.mixers.latent import LatentAttention
-from moejax.model.rope import Angles, angles_at
+from moejax.model.rope import Angles, angles_of
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
 
@@ -35,22 +36,32 @@ MIXERS: dict[str, Any] = {
     "grouped": Attention,
     "latent": LatentAttention,
     "gated_delta": GatedDeltaNet,
+    "kimi_delta": KimiDelta,
 }
 # Calls a block's attention; returns its output, and the arrays for a cache.
 Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP or experts, each with a norm of its inputs or of its results."""
+    """Attention, then an MLP or experts, each with norms of its inputs, of its results, or both."""
 
     def __init__(
         self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
     ):
         self.barriers = spec.barriers
-        self.norms_after, self.residual_scale = cfg.block_norm == "after", cfg.residual_scale
+        self.norms, self.residual_scale = cfg.block_norm, cfg.residual_scale
         self.attention_norm = model_norm(cfg)
-        self.attention = MIXERS[kind.mixer](cfg, kind.window, spec, rngs)
+        own = settings_of(cfg, kind.window)
+        self.attention = MIXERS[kind.mixer](own, kind.window, spec, rngs)
         self.mlp_norm = model_norm(cfg)
+        if cfg.block_norm == "both":
+            self.attention_out_norm, self.mlp_out_norm = model_norm(cfg), model_norm(cfg)
+        self.own_norms = kind.mlp == "moe" and moe.own_norms
+        if self.own_norms:
+            self.experts_norm, self.experts_out_norm = model_norm(cfg), model_norm(cfg)
+            self.shared_out_norm = model_norm(cfg)
+            self.router_scale = nnx.Param(jnp.ones((cfg.width,)), dims="D")
+        self.layer_scale = nnx.Param(jnp.ones((1,)), dims="Y") if cfg.layer_scale else None
         self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
         hidden = cfg.mlp_hidden if kind.mlp == "dense" else moe.shared_width
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
@@ -82,9 +93,9 @@ class Block(nnx.Module):
         moe_weights = None if self.moe is None or fetched else self.moe.weights()
         mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
-            h_BtD = x_BtD if self.norms_after else self.attention_norm(x_BtD)
+            h_BtD = x_BtD if self.norms == "after" else self.attention_norm(x_BtD)
             y_BtD, kept = attend(self.attention, h_BtD)
-            x_BtD = self._add(x_BtD, [y_BtD], self.attention_norm)
+            x_BtD = self._add(x_BtD, [y_BtD], "attention")
             if self.moe is not None and fetched:
                 # Their first use waits for attention, which hides the copies.
                 x_BtD, fetched = jax.lax.optimization_barrier((x_BtD, fetched))
@@ -94,21 +105,37 @@ class Block(nnx.Module):
                 x_BtD, moe_weights = jax.lax.optimization_barrier((x_BtD, moe_weights))
             else:
                 x_BtD = checkpoint_name(x_BtD, ATTENDED)
-        h_BtD, added = x_BtD if self.norms_after else self.mlp_norm(x_BtD), []
+        h_BtD, added = x_BtD if self.norms == "after" else self.mlp_norm(x_BtD), []
         if self.moe is not None and moe_weights is not None:
-            y_BtD, stats = self.moe(h_BtD, moe_weights, noise, is_token_BT)
-            added.append(y_BtD)
+            own_BtD, inputs = (x_BtD, self._inputs) if self.own_norms else (h_BtD, None)
+            y_BtD, stats = self.moe(own_BtD, moe_weights, noise, is_token_BT, inputs)
+            added.append(self.experts_out_norm(y_BtD) if self.own_norms else y_BtD)
         if self.mlp is not None and mlp_weights is not None:
             with jax.named_scope("mlp"):
                 y_BtD = self.mlp(h_BtD, mlp_weights)
                 if self.shared_gate is not None:
                     y_BtD = scale_by_gate(y_BtD, h_BtD, replicated_weight(self.shared_gate))
-                added.append(y_BtD)
-        return self._add(x_BtD, added, self.mlp_norm), stats, kept
+                added.append(self.shared_out_norm(y_BtD) if self.own_norms else y_BtD)
+        return self._scaled(self._add(x_BtD, added, "mlp")), stats, kept
 
-    def _add(self, x_BtD: jax.Array, added: list[jax.Array], norm: RMSNorm) -> jax.Array:
+    def _scaled(self, x_BtD: jax.Array) -> jax.Array:
+        """Returns the block's result times its constant, if it has one."""
+        if self.layer_scale is None:
+            return x_BtD
+        # Without a gradient Adam does not move it.
+        factor_1 = jax.lax.stop_gradient(replicated_weight(self.layer_scale))
+        return (x_BtD * factor_1).astype(x_BtD.dtype)
+
+    def _inputs(self, x_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the inputs of the experts and of the router, of the residual stream."""
+        seen_BtD = normalised(x_BtD.astype(jnp.float32), self.experts_norm.epsilon)
+        scale_D = replicated_weight(self.router_scale) / math.sqrt(x_BtD.shape[-1])
+        return self.experts_norm(x_BtD), seen_BtD * scale_D
+
+    def _add(self, x_BtD: jax.Array, added: list[jax.Array], of: str) -> jax.Array:
         """Returns the residual stream with results of attention, or of experts and MLP."""
-        if self.norms_after:
+        if self.norms != "before":
+            norm = getattr(self, f"{of}_norm" if self.norms == "after" else f"{of}_out_norm")
             added = [norm(sum(added[1:], start=added[0]))]
         for y_BtD in added:
             x_BtD = x_BtD + scaled(y_BtD, self.residual_scale)
@@ -147,7 +174,7 @@ class Slice(NamedTuple):
 
     def angles(self, cfg: ModelConfig) -> Angles:
         """Returns the angles of its positions."""
-        return angles_at(self.position_T, cfg.rotated_channels, cfg.rope)
+        return angles_of(self.position_T, cfg)
 
     def attends(self, segment_BS: jax.Array) -> list[Any]:
         """Returns for each block its attention to this slice and those before it."""

@@ -20,7 +20,7 @@ from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
 from moejax.comm.host import fetch_after
 from moejax.comm.weights.adapters import Weight
-from moejax.config.pattern import BlockKind, layer_groups
+from moejax.config.pattern import BlockKind, layer_groups, settings_of
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention.cached_attention import KEYS
 from moejax.layout.layout import Layout
@@ -28,7 +28,7 @@ from moejax.model.block import MIXERS, Pattern
 from moejax.model.context import Rows
 from moejax.model.layers import logits
 from moejax.model.mixers.interface import CacheArray, CacheSize
-from moejax.model.rope import angles_at
+from moejax.model.rope import angles_of
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 
@@ -56,7 +56,8 @@ def cache_shapes(
             room = min(room, kind.window - 1 + chunk)
         if room > KEYS and not layout.context:  # whole blocks of attention
             room = -(-room // KEYS) * KEYS
-        return MIXERS[kind.mixer].cache(cfg, CacheSize(slots, room), layout)
+        own = settings_of(cfg, kind.window)
+        return MIXERS[kind.mixer].cache(own, CacheSize(slots, room), layout)
 
     return [[of_block(kind) for kind in kinds] for kinds, _ in layer_groups(cfg, stacked=False)]
 
@@ -92,7 +93,7 @@ def extend(
       routing: whether the experts of the tokens are returned. Wire: their ids, over tensor.
     """
     cfg = model.cfg
-    angles = angles_at(rows.position_RT.reshape(-1), cfg.rotated_channels, cfg.rope)
+    angles = angles_of(rows.position_RT.reshape(-1), cfg)
     is_token_1M = rows.is_token_RT.reshape(1, -1)
     table_vD = model.embedding.weights()[0]
     x_1tD = model.embedding.embed(token_RT.reshape(1, -1), table_vD)
@@ -140,7 +141,8 @@ def whole_logits(
     model: Transformer, x_ND: Float[Array, "N D"], w_Dv: Weight
 ) -> Float[Array, "N V"]:
     """Returns logits of the whole vocabulary. Wire: logits in float32, gathered over tensor."""
-    return wire.all_gather(logits(x_ND, w_Dv), model.spec.layout.tensor, dim=1)
+    logit_Nv = logits(x_ND, w_Dv, model.cfg.logit_cap)
+    return wire.all_gather(logit_Nv, model.spec.layout.tensor, dim=1)
 
 
 def cache_bytes(cache: Cache, layout: Layout) -> int:

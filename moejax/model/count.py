@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moejax.config.pattern import block_kinds
+from moejax.config.pattern import block_kinds, settings_of
 from moejax.config.schema import Config
 from moejax.layout.layout import is_product
 from moejax.model.block import MIXERS
@@ -63,7 +63,9 @@ def count(
     # model's output projection once more.
     kinds += kinds[-1:] * model.predict_ahead
     matmul += model.predict_ahead * model.vocab_size * model.width
-    mixed = sum(MIXERS[kind.mixer].flops(model, T, kind.window) for kind in kinds)
+    mixed = sum(
+        MIXERS[kind.mixer].flops(settings_of(model, kind.window), T, kind.window) for kind in kinds
+    )
     # Of each product forward there are two backward.
     flops, trained = 3 * mixed // T + 6 * matmul, total
     if adapters:

@@ -13,7 +13,7 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.adapters import AdaptedWeight, Weight, product, shape_of, transposed
 from moejax.comm.weights.gather import gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.experts.activation import clamped_swiglu
+from moejax.kernels.experts.activation import SWIGLU, Gate, activate
 from moejax.kernels.kept import GATE_AND_UP
 from moejax.layout.spec import StepSpec
 
@@ -36,11 +36,17 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last dimension."""
-        x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
         scale = replicated_weight(self.scale)
-        y32 = x32 * inverse * (self.offset + scale if self.offset else scale)
+        y32 = normalised(x.astype(jnp.float32), self.epsilon)
+        y32 = y32 * (self.offset + scale if self.offset else scale)
         return (y32 if self.divisor == 1 else y32 / self.divisor).astype(x.dtype)
+
+
+def normalised(x: jax.Array, epsilon: float) -> jax.Array:
+    """Returns x at unit root mean square of its last dimension; computed in float32."""
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return (x32 * inverse).astype(x.dtype)
 
 
 def model_norm(
@@ -57,7 +63,7 @@ class MLP(nnx.Module):
     def __init__(self, cfg: ModelConfig, hidden: int, spec: StepSpec, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
-        self.spec, self.clamp = spec, cfg.clamp
+        self.spec, self.gate = spec, Gate(cfg.activation, cfg.clamp)
         self.w_in = nnx.Param(
             normal(rngs.params(), (cfg.width, 2, hidden), jnp.float32), dims="DUF"
         )
@@ -73,10 +79,10 @@ class MLP(nnx.Module):
         w_in_DUF, w_out_FD = weights
         h_BTW = checkpoint_name(product(x_BTD, w_in_DUF), GATE_AND_UP)
         F = h_BTW.shape[-1] // 2
-        if self.clamp is None:
+        if self.gate == SWIGLU:
             a_BTF = jax.nn.silu(h_BTW[..., :F]) * h_BTW[..., F:]
         else:
-            a_BTF = clamped_swiglu(self.clamp, h_BTW)
+            a_BTF = activate(h_BTW, self.gate)
         return leave_tensor(product(a_BTF, w_out_FD), self.spec.layout)
 
 
@@ -117,12 +123,23 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * factor
 
 
-def logits(x_ND: Float[Array, "N D"], w_Dv: Weight) -> Float[Array, "N v"]:
-    """Returns logits by this tensor rank's slice of the projection, summed in float32."""
+def logits(
+    x_ND: Float[Array, "N D"], w_Dv: Weight, cap: float | None = None
+) -> Float[Array, "N v"]:
+    """Returns logits by this tensor rank's slice of the projection, summed in float32.
+
+    Args:
+      cap: `model.logit_cap`.
+    """
     if not isinstance(w_Dv, AdaptedWeight):
-        return jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
+        return capped(jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32), cap)
     a_DA, b_Av = w_Dv.adapter
-    return logits(x_ND, w_Dv.weight) + logits(x_ND @ a_DA, b_Av)
+    return capped(logits(x_ND, w_Dv.weight) + logits(x_ND @ a_DA, b_Av), cap)
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Returns cap * tanh(x / cap); x itself for None. Source: Gemma 2 (2024)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def rows_of(table_vD: Weight, token_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:

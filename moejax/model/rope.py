@@ -1,14 +1,27 @@
 """Rotary position embeddings, and their scaling past the trained length."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float
+from moejax.config.pattern import settings_of
 from moejax.config.schema import ModelConfig, RopeConfig
 
-Angles = tuple[jax.Array, jax.Array]  # cos and sin, from `angles_at`
+Turns = tuple[jax.Array, jax.Array]  # cos and sin, from `angles_at`
+
+
+class Angles(NamedTuple):
+    """The angles of the same positions in blocks with a window, and in those without."""
+
+    with_window: Turns
+    full: Turns
+
+    def of(self, window: int | None) -> Turns:
+        """Returns those of blocks with that window; None: without one."""
+        return self.full if window is None else self.with_window
 
 
 def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
@@ -80,26 +93,50 @@ def _yarn(base: jax.Array, channels: int, cfg: RopeConfig) -> jax.Array:
     return stretch * base / cfg.factor + (1 - stretch) * base
 
 
-def rotate(x_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T H C"]:
+def rotate(x_BTHC: Float[Array, "B T H C"], turns: Turns) -> Float[Array, "B T H C"]:
     """Rotates channel pairs (c, c + R/2) by their angle, in float32.
 
     The first R channels of a head rotate, and the others pass.
 
     Args:
-      angles: cos and sin, each [T, R/2], from `angles_at`.
+      turns: cos and sin, each [T, R/2], from `angles_at`.
     """
-    C, R = x_BTHC.shape[-1], 2 * angles[0].shape[-1]
+    C, R = x_BTHC.shape[-1], 2 * turns[0].shape[-1]
+    if R == 0:
+        return x_BTHC
     if R < C:
         first, passed = jnp.split(x_BTHC, [R], axis=-1)
-        return jnp.concatenate([rotate(first, angles), passed], axis=-1)
-    cos, sin = (a[None, :, None, :] for a in angles)
+        return jnp.concatenate([rotate(first, turns), passed], axis=-1)
+    cos, sin = (a[None, :, None, :] for a in turns)
     first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTHC.dtype)
 
 
-def angles_at(position_T: jax.Array, channels: int, cfg: RopeConfig) -> Angles:
-    """Returns cos and sin of the angles of these positions, each [T, channels / 2], float32."""
+def angles_of(position_T: jax.Array, cfg: ModelConfig) -> Angles:
+    """Returns the angles of these positions in a model's blocks; of no channels if none turns."""
+
+    def in_blocks(window: int | None) -> Turns:
+        own = settings_of(cfg, window)
+        turned = own.full_attention.turned_channels
+        channels = own.rotated_channels if own.rotates else 0
+        return angles_at(position_T, channels, own.rope, turned=turned)
+
+    full = in_blocks(None)
+    differ = settings_of(cfg, None) != settings_of(cfg, 1)
+    return Angles(in_blocks(1) if differ else full, full)
+
+
+def angles_at(
+    position_T: jax.Array, channels: int, cfg: RopeConfig, *, turned: int | None = None
+) -> Turns:
+    """Returns cos and sin of the angles of these positions, each [T, channels / 2], float32.
+
+    Args:
+      turned: channels that turn, by the fastest frequencies; None: all.
+    """
     frequency, scale = frequencies(channels, cfg)
+    if turned is not None:
+        frequency = jnp.where(jnp.arange(channels // 2) < turned // 2, frequency, 0.0)
     angle = position_T.astype(jnp.float32)[:, None] * frequency
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale

@@ -25,7 +25,7 @@ from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.block import Pattern, PositionShare, Slice
 from moejax.model.layers import Embedding, model_norm
 from moejax.model.remat import in_turn, remat_policy
-from moejax.model.rope import Angles, angles_at
+from moejax.model.rope import Angles, angles_of
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 
@@ -211,7 +211,7 @@ class Transformer(nnx.Module):
         graph, stacked = nnx.split(module.group)
         if noise is not None:
             noise = noise.of(len(self.groups)).of(0)._replace(position_T=position_T)
-        angles = angles_at(position_T, self.cfg.rotated_channels, self.cfg.rope)
+        angles = angles_of(position_T, self.cfg)
 
         def run(state: Any, x_BtD: jax.Array) -> Any:
             group = nnx.merge(graph, state)
@@ -228,7 +228,7 @@ class Transformer(nnx.Module):
 
     def _angles(self, token_BS: jax.Array) -> Angles:
         position_T = context.positions(token_BS.shape[1], self.spec.layout)
-        return angles_at(position_T, self.cfg.rotated_channels, self.cfg.rope)
+        return angles_of(position_T, self.cfg)
 
     def _run(self, token_BS: jax.Array, segment_BS: jax.Array, noise: Noise | None) -> Hidden:
         angles = self._angles(token_BS)

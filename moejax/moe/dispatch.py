@@ -24,6 +24,7 @@ from moejax.comm.tokens.pipeline import Experts, dispatch_compute_combine
 from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import with_rounds
 from moejax.config.schema import MoEConfig
+from moejax.kernels.experts.activation import SWIGLU, Gate
 from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
 from moejax.kernels.experts.expert_weights import ExpertWeights
 from moejax.kernels.experts.grouped_matmul import schedule_experts
@@ -61,7 +62,7 @@ def moe_ffn(
     moe: MoEConfig,
     spec: StepSpec,
     *,
-    clamp: float | None = None,
+    gate: Gate = SWIGLU,
 ) -> tuple[Float[Array, "N D"], Overflow]:
     """Returns each token's expert outputs, summed by weight, and the overflow.
 
@@ -72,12 +73,12 @@ def moe_ffn(
 
     Args:
       weights: weights of the experts on this device.
-      clamp: limit of the experts' clamped SwiGLU; None for SwiGLU.
+      gate: the experts' activation.
     """
     layout, route, E = spec.layout, spec.route, moe.num_experts
     trained, frozen = _with_bias_once(weights, layout).split()
     operands, sizes = (x_ND, weight_NK, trained), usual_sizes(route, layout, moe, tokens=len(x_ND))
-    exchanges, filled = _Exchanges(moe, spec, clamp), None
+    exchanges, filled = _Exchanges(moe, spec, gate), None
     with jax.named_scope("routing"):
         if route.trim:
             filled = needed(expert_NK, route, layout, num_experts=E)
@@ -128,7 +129,7 @@ class _Exchanges(NamedTuple):
 
     moe: MoEConfig
     spec: StepSpec
-    clamp: float | None
+    gate: Gate
 
     def on_route(
         self,
@@ -140,7 +141,7 @@ class _Exchanges(NamedTuple):
         """Dispatch, experts and combine along one route whose buckets hold all choices."""
         (x_ND, weight_NK, trained), frozen, spec = operands, constants.frozen, self.spec
         here = trained.joined(frozen).w_in.shape[0]
-        experts = _experts(route, sizes, experts_here=here, kernel=spec.experts, clamp=self.clamp)
+        experts = _experts(route, sizes, experts_here=here, kernel=spec.experts, gate=self.gate)
         with jax.named_scope("dispatch"):
             plan = plan_dispatch(
                 constants.expert_NK,
@@ -188,7 +189,7 @@ def _reading_all(
 
 
 def _experts(
-    route: Route, sizes: BucketSizes, *, experts_here: int, kernel: str, clamp: float | None
+    route: Route, sizes: BucketSizes, *, experts_here: int, kernel: str, gate: Gate
 ) -> Experts:
     """Returns the computation of this device's experts on arrived rows.
 
@@ -216,7 +217,7 @@ def _experts(
                 x_RD = checkpoint_name(x_RD, wire.TOKEN_WIRE)
                 if weight_MK is not None:
                     one_R1 = take_rows(weight_MK, item_CR, slot_CM, chunk)
-            options = {"limit": clamp, "one_M1": one_R1}
+            options = {"gate": gate, "one_M1": one_R1}
             if sums is not None:
                 options["met"] = _experts_met(x_RD.shape[0], route, sizes, experts_here)
                 y_RD, sums = expert_mlp_adding(x_RD, weights, sums, sizes_Ce[chunk], **options)

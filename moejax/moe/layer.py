@@ -5,7 +5,8 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 (`comm.activations`). The steps of a token:
 
 1. Router scores: `_logits` multiplies x_ND by the router's weight in float32, with jitter
-   (`moe.router.jitter_noise`) and a bias if the config asks for them.
+   (`moe.router.jitter_noise`) and a bias if the config asks for them. With `moe.own_norms` x_ND is
+   the residual stream, of which the block makes the inputs of both.
 2. Choice: `moe.router.route` chooses K experts for each token and their weights. Where experts were
    recorded (`MoE.recorded`), it takes those. With a capacity, `moe.dispatch.drop_above` drops the
    choices above it. With slots, `moe.copies` sends some choices of hot experts to copies of them.
@@ -31,6 +32,7 @@ of quantile balancing.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,6 +55,7 @@ from moejax.comm.weights.adapters import AdaptedWeight, Weight
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.comm.weights.shard import as_shard
 from moejax.config.schema import ModelConfig, MoEConfig
+from moejax.kernels.experts.activation import Gate
 from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
@@ -133,7 +136,7 @@ class MoE(nnx.Module):
         E, D, F = moe.num_experts, cfg.width, moe.expert_hidden
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
-        self.moe, self.spec, self.clamp = moe, spec, cfg.clamp
+        self.moe, self.spec, self.gate = moe, spec, Gate(cfg.activation, cfg.clamp)
         self.recorded: RecordedExperts | None = nnx.data(None)
         self.known_load: KnownLoad | None = nnx.data(None)
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
@@ -144,6 +147,8 @@ class MoE(nnx.Module):
         if spec.tables:
             C = spec.layout.size(spec.layout.expert_owner_axes)
             self.table = Table(jnp.zeros((2, E, C), jnp.int32), dims="WEC")
+        if moe.expert_scale:
+            self.expert_scale = nnx.Param(jnp.ones((E,), jnp.float32), dims="E")
         if moe.router_bias:
             self.b_router = nnx.Param(jnp.zeros((E,), jnp.float32), dims="E")
         if moe.expert_bias:
@@ -183,6 +188,7 @@ class MoE(nnx.Module):
         weights: MoEWeights,
         noise: router.Noise | None = None,
         is_token_BT: Bool[Array, "B T"] | None = None,
+        inputs: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None,
     ) -> tuple[Float[Array, "B t D"], MoEStats]:
         """Takes and returns activations in the layout between blocks (`comm.activations`).
 
@@ -191,14 +197,16 @@ class MoE(nnx.Module):
           noise: for the router's jitter; None for no jitter.
           is_token_BT: whether there is a token at each position; others reach no expert. None: at
             all.
+          inputs: makes the inputs of experts and router of h at each position; None: both see h.
         """
         moe, layout = self.moe, self.spec.layout
         replicated = self.spec.route.replicated
         x_BtD = (enter_tensor if replicated else split_positions)(h_BtD, layout)
         B, t, D = x_BtD.shape
+        x_BtD, seen_BtD = (x_BtD, x_BtD) if inputs is None else inputs(x_BtD)
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
-            logit_NE = self._logits(x_BtD, weights.router_DE, noise)
+            logit_NE = self._logits(seen_BtD, weights.router_DE, noise)
             routing = self._route(logit_NE)
         expert_NK = routing.expert_NK
         if is_token_BT is not None:
@@ -239,7 +247,11 @@ class MoE(nnx.Module):
 
     def _route(self, logit_NE: jax.Array) -> router.Routing:
         form = {"k": self.moe.experts_per_token, "given_NK": self._given(len(logit_NE))}
-        return router.route(logit_NE, self.bias[...], self.moe.router, **form)
+        routing = router.route(logit_NE, self.bias[...], self.moe.router, **form)
+        if not self.moe.expert_scale:
+            return routing
+        factor_NK = replicated_weight(self.expert_scale)[routing.expert_NK]
+        return routing._replace(weight_NK=routing.weight_NK * factor_NK)
 
     def _run_experts(
         self, x_ND: jax.Array, weight_NK: jax.Array, expert_NK: jax.Array, weights: MoEWeights
@@ -255,7 +267,7 @@ class MoE(nnx.Module):
             else:
                 copies = shared_anew(copies, load_E, moe, spec.layout)
             expert_NK, moe = spread(expert_NK, copies, moe, spec.layout)
-        return moe_ffn(x_ND, weight_NK, expert_NK, experts, moe, spec, clamp=self.clamp)
+        return moe_ffn(x_ND, weight_NK, expert_NK, experts, moe, spec, gate=self.gate)
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None

@@ -22,12 +22,13 @@ def split_micro_batches(batch: Batch, count: int) -> Batch:
 def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
     """Returns nats summed over the valid targets of the full batch, by micro-batches."""
     layout, micro_batches = model.layout, model.cfg.train.micro_batches
+    form = {"chunk_tokens": model.chunk_tokens, "cap": model.cfg.model.logit_cap}
 
     def add(total: jax.Array, rows: Batch) -> tuple[jax.Array, None]:
         transformer = model.merge(state.params, state.router_bias, state.frozen)
         x_BTD, w_Dv, _ = transformer(rows.token_BT, rows.segment_BT)
         target_BT = context.own(rows.target_BT, layout)
-        nats = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=model.chunk_tokens)
+        nats = sum_nll(x_BTD, w_Dv, target_BT, layout, **form)
         return total + nats, None
 
     if micro_batches == 1:
@@ -43,12 +44,13 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
     Wire: beside the model's, 4 bytes a position of the batch, gathered over the token axes.
     """
     layout = model.layout
+    form = {"chunk_tokens": model.chunk_tokens, "cap": model.cfg.model.logit_cap}
 
     def of_rows(nothing: None, rows: Batch) -> tuple[None, jax.Array]:
         transformer = model.merge(state.params, state.router_bias, state.frozen)
         x_BTD, w_Dv, _ = transformer(rows.token_BT, rows.segment_BT)
         target_BT = context.own(rows.target_BT, layout)
-        nll = target_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=model.chunk_tokens)
+        nll = target_nll(x_BTD, w_Dv, target_BT, layout, **form)
         return nothing, context.gather(nll, layout)
 
     split = split_micro_batches(batch, model.cfg.train.micro_batches)
@@ -66,4 +68,5 @@ def logits_after(
     is_last_T = context.positions(token_BT.shape[1], layout) == length - 1
     last_BD = jnp.sum(jnp.where(is_last_T[:, None], x_BTD, 0), axis=1)
     last_BD = wire.all_reduce(last_BD, layout.context, tag=None)
-    return wire.all_gather(logits(last_BD, w_Dv), layout.tensor, dim=1)
+    logit_Bv = logits(last_BD, w_Dv, model.cfg.model.logit_cap)
+    return wire.all_gather(logit_Bv, layout.tensor, dim=1)

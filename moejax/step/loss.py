@@ -19,7 +19,7 @@ from moejax.comm import wire
 from moejax.comm.weights.adapters import AdaptedWeight, Weight
 from moejax.config.schema import MoEConfig
 from moejax.layout.layout import Axes, Layout
-from moejax.model.layers import logits
+from moejax.model.layers import capped, logits
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import balance_loss
 
@@ -68,6 +68,7 @@ def next_token_loss(
     micro_batches: int,
     layout: Layout,
     chunk_tokens: int,
+    cap: float | None = None,
     ahead: AheadTargets | None = None,
 ) -> tuple[Float[Array, ""], LossParts]:
     """Returns this device's share of the loss, and its parts. The sum over devices is the loss.
@@ -80,11 +81,12 @@ def next_token_loss(
       num_targets: valid targets of the step, over all devices and micro-batches.
       micro_batches: number of micro-batches in a step.
       chunk_tokens: maximum number of tokens whose logits exist at one time.
+      cap: `model.logit_cap`.
       ahead: terms of multi-token prediction, by the same output projection.
     """
 
     def mean(x_BTD: jax.Array, target_BT: jax.Array, num_targets: jax.Array) -> jax.Array:
-        total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
+        total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens, cap=cap)
         # All tensor ranks hold the same sum: each contributes a share.
         return total / num_targets / layout.size(layout.tensor)
 
@@ -140,6 +142,7 @@ def sum_nll(
     layout: Layout,
     *,
     chunk_tokens: int,
+    cap: float | None = None,
 ) -> Float[Array, ""]:
     """Returns the summed negative log-likelihood in nats, the same on all tensor ranks.
 
@@ -147,7 +150,7 @@ def sum_nll(
     """
     terms, weights = _terms(x_BTD, w_Dv)
     chunks = _cut_in_chunks(terms, weights, target_BT, layout, chunk_tokens)
-    return _sum_nll(chunks, weights, layout.tensor)
+    return _sum_nll(chunks, weights, layout.tensor, cap)
 
 
 def target_nll(
@@ -157,6 +160,7 @@ def target_nll(
     layout: Layout,
     *,
     chunk_tokens: int,
+    cap: float | None = None,
 ) -> Float[Array, "B T"]:
     """Returns the negative log-likelihood of each target in nats; 0 where there is none.
 
@@ -166,7 +170,7 @@ def target_nll(
     chunks = _cut_in_chunks(terms, weights, target_BT, layout, chunk_tokens)
 
     def of_chunk(_: None, chunk: Chunks) -> tuple[None, jax.Array]:
-        return None, _chunk_nll(chunk, weights, layout.tensor)[0]
+        return None, _chunk_nll(chunk, weights, layout.tensor, cap)[0]
 
     nll_N = lax.scan(of_chunk, None, chunks)[1].reshape(-1)
     return nll_N[: target_BT.size].reshape(target_BT.shape)
@@ -221,19 +225,22 @@ def _chunk_sizes(N: int, most: int) -> tuple[int, int]:
     return (fewest, -(-N // fewest)) if divisor is None else (N // divisor, divisor)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sum_nll(chunks: Chunks, weights: Arrays, tensor: Axes) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _sum_nll(chunks: Chunks, weights: Arrays, tensor: Axes, cap: float | None) -> jax.Array:
     def add(total, chunk):
-        return total + jnp.sum(_chunk_nll(chunk, weights, tensor)[0]), None
+        return total + jnp.sum(_chunk_nll(chunk, weights, tensor, cap)[0]), None
 
     return lax.scan(add, jnp.zeros(()), chunks)[0]
 
 
-def _chunk_nll(chunk: Chunks, weights: Arrays, tensor: Axes) -> tuple[jax.Array, ...]:
+def _chunk_nll(
+    chunk: Chunks, weights: Arrays, tensor: Axes, cap: float | None
+) -> tuple[jax.Array, ...]:
     """Returns one chunk's nats, logits, and logarithm of the softmax's denominator."""
     terms, local_N, valid_N = chunk
     v = weights[0].shape[1]
     logit_Nv = sum(map(logits, terms[1:], weights[1:]), logits(terms[0], weights[0]))
+    logit_Nv = capped(logit_Nv, cap)
     here_N = (local_N >= 0) & (local_N < v)
     safe_N = jnp.where(here_N, local_N, 0)
     chosen_N = jnp.take_along_axis(logit_Nv, safe_N[:, None], axis=1)[:, 0]
@@ -244,7 +251,7 @@ def _chunk_nll(chunk: Chunks, weights: Arrays, tensor: Axes) -> tuple[jax.Array,
     return jnp.where(valid_N, log_total_N - chosen_N, 0), logit_Nv, log_total_N
 
 
-def _sum_nll_forward(chunks: Any, weights: Any, tensor: Axes):
+def _sum_nll_forward(chunks: Any, weights: Any, tensor: Axes, cap: float | None):
     """Returns the sum, and its gradients as residuals; none for a weight that is frozen.
 
     Each argument carries whether its gradient is wanted.
@@ -256,9 +263,11 @@ def _sum_nll_forward(chunks: Any, weights: Any, tensor: Axes):
     def add(carry, chunk):
         total, sums = carry
         terms, local_N, valid_N = chunk
-        nll_N, logit_Nv, log_total_N = _chunk_nll(chunk, weights, tensor)
+        nll_N, logit_Nv, log_total_N = _chunk_nll(chunk, weights, tensor, cap)
         target_Nv = local_N[:, None] == jnp.arange(logit_Nv.shape[1])
         dlogit_Nv = jnp.exp(logit_Nv - log_total_N[:, None]) - target_Nv
+        if cap is not None:
+            dlogit_Nv *= 1 - (logit_Nv / cap) ** 2  # of tanh
         dlogit_Nv = jnp.where(valid_N[:, None], dlogit_Nv, 0).astype(terms[0].dtype)
         dterms = tuple(lax.dot_general(dlogit_Nv, w, (((1,), (1,)), ((), ()))) for w in weights)
         dims = (((0,), (0,)), ((), ()))
@@ -279,7 +288,7 @@ def _sum_nll_forward(chunks: Any, weights: Any, tensor: Axes):
     return total, (dterms, tuple(s if s is None else s.astype(w.dtype) for s, w in pairs))
 
 
-def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):
+def _sum_nll_backward(tensor: Axes, cap: float | None, saved, gradient: jax.Array):
     """Scales the saved gradients by the sum of all tensor ranks' cotangents.
 
     Every rank's copy of the sum depends on these logits. The cotangents are equal, because each

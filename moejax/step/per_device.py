@@ -223,6 +223,6 @@ def _loss_of(
             num_targets=num_targets.next,
             micro_batches=cfg.train.micro_batches,
             layout=model.layout,
-            chunk_tokens=model.chunk_tokens,
+            **{"chunk_tokens": model.chunk_tokens, "cap": cfg.model.logit_cap},
             ahead=ahead,
         )

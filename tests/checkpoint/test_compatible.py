@@ -46,6 +46,7 @@ OTHER = {
     "model.stage_chunks": 2,
     "model.attention": "latent",
     "model.linear.form": "none",
+    "model.positions": "none",
     "model.rope_width": 4,
     "model.q_latent": 16,
     "model.kv_latent": 16,
@@ -55,7 +56,10 @@ OTHER = {
     "model.rope.mscale": 0.7,
     "model.rope.mscale_all_dim": 0.7,
     "model.qk_norm": "head",
-    "model.block_norm": "after",
+    "model.block_norm": "both",
+    "model.full_attention.head_width": 6,
+    "model.full_attention.num_kv_heads": 2,
+    "model.full_attention.turned_channels": 4,
     "model.score_scale": 0.2,
     "model.moe_every": 2,
     "model.activation": "clamped_swiglu",
@@ -280,7 +284,9 @@ def test_a_manifest_says_what_a_resume_compares():
 @pytest.mark.parametrize("name", [name for name in fields() if name.startswith(("model.", "moe."))])
 def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
     changes = []
-    for kind in ("linear",) if name.startswith("model.linear.") else ("grouped", "latent"):
+    alone = {"model.linear.": ("linear",), "model.full_attention.": ("full",)}
+    kinds = alone.get(name.rpartition(".")[0] + ".", ("grouped", "latent"))
+    for kind in kinds:
         cfg, described = every_kind_of_layer(kind)
         before = get_value(cfg, name)
         value = OTHER.get(name, not before if isinstance(before, bool) else (before or 0.5) * 2)
@@ -299,6 +305,8 @@ def every_kind_of_layer(attention):
     if attention == "linear":
         linear = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=4, convolution=3)
         model |= {"linear": linear, "full_attention_every": 2, "sliding_window": None}
+    elif attention == "full":
+        model |= {"full_attention_every": 2}
     else:
         model |= {"attention": attention, "head_width": 8, "rope_width": 2, "kv_latent": 8}
     cfg = small_config(model=model, moe={"num_shared_experts": 1, "num_experts": 4})

@@ -99,7 +99,7 @@ def test_a_collective_sends_over_a_link_what_is_counted(kind, axes, hosts, devic
     ("sizes", "gather_dense", "parts"),
     [
         ((1, 8, 1, 1), "use", 1),  # weights over all
-        ((1, 2, 1, 4), "use", 1),  # activations across
+        pytest.param((1, 2, 1, 4), "use", 1, marks=LATER),  # activations across
         pytest.param((1, 8, 1, 1), "use", 2, marks=LATER),
         pytest.param((1, 2, 4, 1), "use", 1, marks=LATER),  # experts inside
         pytest.param((1, 1, 8, 1), "step", 1, marks=LATER),  # experts over all

@@ -19,7 +19,9 @@ from tests.config.files import (
 
 LATENT = "model.attention=latent model.kv_latent=16 model.rope_width=8"
 YARN = "model.rope.scaling=yarn model.rope.factor=2"
+FULL = "model.sliding_window=4 model.full_attention_every=2"
 DELTA = "model.linear.form=gated_delta model.full_attention_every=2"
+KIMI = "model.linear.form=kimi_delta model.full_attention_every=2 model.linear.value_heads=2"
 # Large enough for a tensor axis of eight.
 LARGE = (
     "model.width=64 model.num_heads=8 model.num_kv_heads=8 model.vocab_size=512 "
@@ -34,6 +36,7 @@ def test_the_defaults_pass():
 ACCEPTED = f"""
 mesh.expert=4 mesh.tensor=2 mesh.simulated_devices=8
 {DELTA} mesh.expert=2 mesh.tensor=2
+{KIMI} mesh.expert=2 mesh.tensor=2 model.positions=none
 mesh.replica=none mesh.expert=2 mesh.simulated_devices=8
 mesh.expert=2 mesh.tensor=2 mesh.expert_weights=folded
 mesh.tensor=2 mesh.activations=replicated
@@ -46,6 +49,8 @@ moe.router.bias_update_rate=0.001 moe.router.balance_over=sequence
 moe.router.quantile_bins=1000 moe.router.score=sigmoid
 moe.router.forced=balanced moe.router.num_groups=4 moe.router.bias_update_rate=0.001
 model.activation=clamped_swiglu model.activation_limit=5
+model.block_norm=both moe.num_shared_experts=1 moe.own_norms=true moe.expert_scale=true
+{FULL} model.full_attention.num_kv_heads=4 model.full_attention.turned_channels=8
 moe.shared_gate=true moe.num_shared_experts=1
 model.predict_ahead=1 train.predict_ahead_loss=0.1
 model.rope.scaling=linear model.rope.factor=2
@@ -114,8 +119,22 @@ model.sliding_window=9 -> has 0 blocks
 {DELTA} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
 {DELTA} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... gated_delta
 {DELTA} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> from slice to slice
+model.linear.form=kimi_delta -> `model.linear.key_heads` = 2 and ... = 4 differ
+{KIMI} model.linear.value_width=33 mesh.expert=2 -> `model.linear.value_width` = 33 ... 32 or 34
+model.positions=none model.rope.theta=5 -> has no effect: `model.positions` is none
+model.positions=none model.rope_width=4 -> `model.rope_width` = 4 has no effect ... nothing rotates
 model.linear.form=gated_delta mesh.stage=2 train.micro_batches=2 model.predict_ahead=1 -> \
 has a block of linear attention
+{FULL} model.full_attention.num_kv_heads=3 -> \
+is not a multiple of `model.full_attention.num_kv_heads` = 3. Choose 1, 2, 4
+{FULL} model.full_attention.num_kv_heads=2 mesh.tensor=4 model.num_kv_heads=4 -> \
+`model.full_attention.num_kv_heads` = 2 ... `mesh.tensor` = 4
+{FULL} model.full_attention.head_width=15 -> `model.head_width` = 15 is odd
+{FULL} model.full_attention.turned_channels=34 -> turned_channels` = 34 ... at most the 32
+{FULL} model.full_attention.turned_channels=7 -> turned_channels` = 7 must be even
+{FULL} model.full_attention.turned_channels=8 model.rope_width=8 -> rotate as a whole
+moe.own_norms=true moe.num_shared_experts=1 -> `moe.own_norms` is for shared experts
+moe.own_norms=true model.block_norm=both -> `moe.own_norms` is for shared experts
 model.zero_centered_norms=true model.qk_norm=full -> `model.zero_centered_norms` is true
 model.linear.key_heads=4 -> `model.linear.key_heads` = 4 has no effect
 model.rope.scaling=llama3 model.rope.factor=2 model.rope.low_frequency_factor=4 -> \
@@ -287,6 +306,9 @@ moe.shared_hidden=7 -> moe.shared_hidden: `moe.num_shared_experts` is 0
 model.layer_mlps=dense,experts,dense,experts model.first_dense_layers=1 -> \
 model.first_dense_layers: `model.layer_mlps`
 model.layer_attention=window,full,window,full -> model.layer_attention: `model.sliding_window`
+model.full_attention.theta=5 -> model.full_attention.theta: no block has a window
+model.full_attention.head_width=16 model.sliding_window=3 -> \
+model.full_attention.head_width: or all have one
 model.full_attention_every=2 -> model.full_attention_every: `model.sliding_window` is none
 model.predict_ahead=1 data.sequence_length=1 -> model.predict_ahead: `data.sequence_length` is 1
 train.predict_ahead_loss=0.1 -> train.predict_ahead_loss: predict_ahead` is 0
@@ -306,6 +328,7 @@ model.kv_latent=16 -> model.kv_latent: `model.attention` is not latent
 model.q_latent=16 -> model.q_latent: is not latent
 model.value_width=16 -> model.value_width: is not latent
 {LATENT} model.num_kv_heads=4 -> model.num_kv_heads: `model.attention` is latent
+{LATENT} model.value_norm=true -> model.value_norm: `model.attention` is latent
 {LATENT} model.qk_norm=head -> model.qk_norm: `model.attention` is latent
 {LATENT} model.attention_bias=true -> model.attention_bias: `model.attention` is latent
 {LATENT} model.attention_output_bias=true -> model.attention_output_bias: is latent

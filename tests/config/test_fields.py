@@ -27,20 +27,22 @@ FIELD_NAMES = {
     "model": (
         "activation activation_limit attention attention_bias attention_gate attention_output_bias "
         "attention_sinks block_norm dtype embedding_scale first_dense_layers full_attention_every "
-        "head_width init_deviation kv_latent layer_attention layer_mlps layers_before_stages "
-        "logit_divisor mlp_hidden moe_every norm_epsilon num_heads num_kv_heads num_layers "
-        "predict_ahead q_latent qk_norm remat residual_scale rope_width scan_layers score_scale "
-        "sliding_window stage_chunks tie_embeddings value_width vocab_size width "
-        "zero_centered_norms"
+        "head_width init_deviation kv_latent layer_attention layer_mlps layer_scale "
+        "layers_before_stages logit_cap logit_divisor mlp_hidden moe_every norm_epsilon num_heads "
+        "num_kv_heads num_layers positions predict_ahead q_latent qk_norm remat residual_scale "
+        "rope_width scan_layers score_scale sliding_window stage_chunks tie_embeddings value_norm "
+        "value_width vocab_size width zero_centered_norms"
     ),
+    "model.full_attention": "head_width keys_are_values num_kv_heads theta turned_channels",
     "model.linear": "convolution form key_heads key_width value_heads value_width",
     "model.rope": (
         "attention_factor beta_fast beta_slow factor high_frequency_factor "
         "low_frequency_factor mscale mscale_all_dim scaling theta trained_length truncate"
     ),
     "moe": (
-        "capacity_factor expert_bias expert_hidden experts_per_token headroom implementation "
-        "num_experts num_shared_experts router_bias shared_gate shared_hidden "
+        "capacity_factor expert_bias expert_hidden expert_scale experts_per_token headroom "
+        "implementation num_experts num_shared_experts own_norms router_bias shared_gate "
+        "shared_hidden "
         "slots slots_from"
     ),
     "moe.router": (

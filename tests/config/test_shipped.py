@@ -16,16 +16,20 @@ PUBLISHED = json.loads((ROOT / "tests" / "hf" / "published.json").read_text())
 MODELS = {
     "deepseek_v2_lite": "DeepSeek-V2-Lite",
     "deepseek_v3": "DeepSeek-V3",
+    "gemma_4_26b_a4b": "Gemma-4-26B-A4B",
     "glm_45_air": "GLM-4.5-Air",
     "gpt_oss_120b": "gpt-oss-120b",
     "gpt_oss_20b": "gpt-oss-20b",
     "kimi_k2": "Kimi-K2",
+    "kimi_linear_48b_a3b": "Kimi-Linear-48B-A3B",
     "minimax_m2": "MiniMax-M2",
     "mixtral_8x7b": "Mixtral-8x7B",
     "olmoe_1b_7b": "OLMoE-1B-7B",
     "qwen3_235b_a22b": "Qwen3-235B-A22B",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "qwen3_30b_a3b_1m": "Qwen3-30B-A3B",
+    "qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
+    "qwen3_5_397b_a17b": "Qwen3.5-397B-A17B",
 }
 
 

@@ -16,6 +16,7 @@ from moejax.hf.load import load, plan_load
 from moejax.hf.model import describe_anywhere
 from moejax.hf.reader import Folder
 from moejax.step.state import flat
+from tests.cases import some_of
 from tests.hf.golden import ahead_folder, cases_of, golden_folder
 from tests.hf.lora_runs import write_run
 from tests.hf.test_writer import read_all
@@ -48,7 +49,7 @@ def read_arrays(path, cfg):
         return flat(load(plan_load(folder, model, params, bias), folder, shapes))
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", some_of(CASES, "deepseek_v3"))
 def test_an_export_has_the_weights_that_the_run_computes_with(done, tmp_path, family):
     name, mesh = CASES[family]
     rounded = {"base_dtype": "bfloat16"} if family == "mixtral" else {}
@@ -66,6 +67,7 @@ def test_an_export_has_the_weights_that_the_run_computes_with(done, tmp_path, fa
     assert len(changed) >= len(flat(state.params)) // 2, "adapters of nothing were added"
 
 
+@pytest.mark.exhaustive
 def test_adapters_alone_are_what_is_added(done, tmp_path):
     folder = golden_folder(tmp_path / "base", cases_of("mixtral")["even, llama3 positions"])
     write_run(tmp_path / "run", folder, MeshConfig(fsdp=2, tensor=2))

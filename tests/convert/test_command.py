@@ -54,6 +54,7 @@ def test_a_model_of_one_expert_a_token_is_imported_and_its_training_refused(
     assert "router no gradient" in said.out + said.err
 
 
+@pytest.mark.exhaustive
 def test_import_then_export_gives_the_folder_back(done, model, tmp_path):
     folder = model()
     settings = json.loads((folder / "config.json").read_text())

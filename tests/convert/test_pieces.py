@@ -71,6 +71,7 @@ def digest_of(tmp_path, name):
     return weights_digest(read_manifest(tmp_path / name / "0"))
 
 
+@pytest.mark.exhaustive
 def test_a_second_import_has_the_digest_of_the_first(done, model, tmp_path):
     """Which tells runs with adapters whether their frozen weights are the same."""
     folder = model()

@@ -269,6 +269,7 @@ def test_pieces_of_a_matrix_are_those_of_the_whole(dense, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, upcycled(FINE, out="pieces")[1], exact)
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_from_it_and_tells_the_experts_apart(dense, tmp_path):
     dense()
     _, begun, _ = upcycled({"optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 0})
@@ -300,6 +301,7 @@ def test_training_goes_on_from_it_and_tells_the_experts_apart(dense, tmp_path):
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shards", some_of([1, 2], 2))
 def test_a_published_dense_model_begins_with_the_loss_of_transformers(
     tmp_path, monkeypatch, shards

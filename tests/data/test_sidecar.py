@@ -108,5 +108,5 @@ def test_the_sidecar_is_checked_without_asserts(tmp_path):
         "read_sidecar(pathlib.Path(sys.argv[1]))\n"
     )
     command = [sys.executable, "-O", "-c", program, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "InputError: sidecar is damaged" in done.stderr

@@ -207,7 +207,7 @@ def two_processes(folder, fault):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
 

@@ -27,7 +27,7 @@ def named(*words):
     return [one for one in found if one.name.startswith(words)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_everything_holds_on_two_devices(capsys):
     assert run(checks.smoke_checks(jax.local_devices()[:2])) == 0
     text = said(capsys)

@@ -46,6 +46,7 @@ def scored(capsys, *words):
     return json.loads(out)["nats_per_token"], err
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_scored_on_their_frozen_weights(place, capsys):
     folder, event = place
     nats, said = scored(capsys, "--run", folder / "run")

@@ -123,7 +123,7 @@ class Hosts:
 
     def end(self) -> dict[int, int]:
         """Waits for all hosts. Returns their exit codes."""
-        codes = {number: process.wait(timeout=240) for number, process in self._running.items()}
+        codes = {number: process.wait(timeout=900) for number, process in self._running.items()}
         for reader in self._readers:
             reader.join(10)
         return codes

@@ -26,7 +26,14 @@ from tests.hf.config_keys import GOLDEN, of_positions, released, without  # noqa
 from tests.hf.golden import FAMILIES, cases_of  # noqa: E402
 
 TOKENS = 4
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+KINDS = ("", "sliding_attention_", "full_attention_")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
+
+
+def frequencies_of(rope: torch.nn.Module, kind: str) -> list[float]:
+    """The frequencies of positions: of all blocks, or of one kind (Gemma 4); [] without them."""
+    found = getattr(rope, f"{kind}inv_freq", None)
+    return [] if found is None else found.tolist()
 
 
 def resolved(config: dict[str, Any], *, run: bool) -> dict[str, Any]:
@@ -49,10 +56,11 @@ def resolved(config: dict[str, Any], *, run: bool) -> dict[str, Any]:
     if family not in LATENT and layers:  # some models compute it from other keys
         found["head_dim"] = layers[0].head_dim
     found.pop("transformers_version")
-    if run and layers:
+    if run and layers and hasattr(model.model, "rotary_emb"):
         rope, scores = model.model.rotary_emb, layers[0].scaling
-        frequencies = [float(f"{x:.9g}") for x in rope.inv_freq.tolist()]
-        found["rope"] = [*frequencies, float(rope.attention_scaling), float(scores)]
+        frequencies = [float(f"{x:.9g}") for kind in KINDS for x in frequencies_of(rope, kind)]
+        scaling = getattr(rope, "attention_scaling", 1.0)
+        found["rope"] = [*frequencies, float(scaling), float(scores)]
     return found
 
 

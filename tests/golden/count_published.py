@@ -11,6 +11,7 @@ that it does not choose.
 
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,29 @@ def config_of(settings: dict[str, Any]) -> PreTrainedConfig:
     kept["model_type"] = SAME_CODE.get(kept["model_type"], kept["model_type"])
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(kept))
-        return AutoConfig.from_pretrained(place)
+        with warnings.catch_warnings():  # of `rope_scaling`, which released files have
+            warnings.simplefilter("ignore", FutureWarning)
+            return AutoConfig.from_pretrained(place)
 
 
-def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Its parameters by name, each once; ERNIE's selection bias is one that is not trained."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters by name, each once; ERNIE's selection bias is one that is not trained.
+
+    Constants of blocks (Gemma 4), which files hold and transformers does not train, are counted.
+    """
+    constants = [(n, b) for n, b in module.named_buffers() if n.endswith("layer_scalar")]
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return dict([*trained, *constants])
 
 
-def active_of(name: str, parameter: torch.nn.Parameter, config: PreTrainedConfig) -> int:
+def active_of(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> int:
     """How many elements of a parameter a token uses."""
     if ".experts." not in name:  # `shared_experts` are used by every token
         return parameter.numel()
     experts = parameter.shape[0]
     assert parameter.numel() % experts == 0, name
-    choices = config.num_experts_per_tok  # Hunyuan lists one for each layer
+    # Hunyuan lists one for each layer, and Gemma has another name for it.
+    choices = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
     chosen = choices[0] if isinstance(choices, list) else choices
     return parameter.numel() // experts * chosen
 

@@ -8,8 +8,10 @@ hold none. Shapes are odd on purpose; of each family one case fits a mesh of exp
 Attention is eager, all is float32 on the CPU.
 """
 
+import copy
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +35,15 @@ CLOSE = 1e-4  # choices nearer than this could fall otherwise elsewhere
 ANYWHERE = {"max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1}
 
 
+# Dense MLPs of Kimi Linear have another name in released files than transformers saves.
+RENAMED = (r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1")
+
+
+def released(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file that transformers saved, by the names of released files."""
+    return {re.sub(*RENAMED, name): values for name, values in load_file(path).items()}
+
+
 def tokens_of(name: str, vocab: int, length: int) -> np.ndarray:
     """Deterministic ids."""
     unit = draw(f"tokens of {name}", (SEQUENCES, length))
@@ -41,12 +52,14 @@ def tokens_of(name: str, vocab: int, length: int) -> np.ndarray:
 
 def build(folder: Path, config: dict) -> tuple[torch.nn.Module, dict]:
     """A model with drawn weights, through a folder as the Hub has it, and its tensors' shapes."""
-    family, settings = config["model_type"], {k: v for k, v in config.items() if k != "model_type"}
+    # A copy: transformers writes into dictionaries that it is given, which cases share.
+    settings = copy.deepcopy({k: v for k, v in config.items() if k != "model_type"})
+    family = config["model_type"]
     made = AutoConfig.for_model(family, **ANYWHERE, eos_token_id=2, **settings)
     made._attn_implementation = "eager"
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(made).float().save_pretrained(folder)
-    shapes = {name: list(x.shape) for name, x in load_file(folder / "model.safetensors").items()}
+    shapes = {name: list(x.shape) for name, x in released(folder / "model.safetensors").items()}
     (folder / "model.safetensors").unlink()
     write_folder(folder, json.loads((folder / "config.json").read_text()), draw_all(shapes))
     model = load(folder)
@@ -74,24 +87,30 @@ def record_choices(model: torch.nn.Module) -> list:
     def hook(module, inputs, outputs):
         seen.append((outputs[0].detach(), outputs[2].detach()))
 
-    named = ("topkrouter", "v1gate")
+    named = ("topkrouter", "v1gate", "textrouter")
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith(named)]
-    assert bool(routers) == hasattr(model.config, "num_experts_per_tok")
+    keys = ("num_experts_per_tok", "top_k_experts")
+    assert bool(routers) == any(hasattr(model.config, key) for key in keys)
     for router in routers:
         router.register_forward_hook(hook)
     return seen
 
 
 def gradient_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """The gradients, by the names that tensors have in files; parameters are overwritten."""
+    """The gradients, by the names that tensors have in files; parameters are overwritten.
+
+    Numbers that are not trained (`layer_scalar`) have none.
+    """
     with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
         for parameter in model.parameters():
             parameter.copy_(
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             )
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
-        return load_file(Path(place) / "model.safetensors")
+        return released(Path(place) / "model.safetensors")
 
 
 def gradients_of(model: torch.nn.Module, shapes: dict) -> dict:

@@ -103,6 +103,40 @@ def linear(keys: tuple[int, int], values: tuple[int, int], convolution: int = 4)
     }
 
 
+def kimi(heads: int, width: int, convolution: int = 4) -> dict:
+    """Linear attention whose heads have a key and a value of the same width."""
+    return {
+        "linear_num_heads": heads,
+        "linear_head_dim": width,
+        "linear_conv_kernel_dim": convolution,
+    }
+
+
+def kimi_experts(number: int, chosen: int, shared: int, hidden: tuple[int, int]) -> dict:
+    """As `experts`, by other names."""
+    found = {"num_experts": number, "num_experts_per_token": chosen, "num_shared_experts": shared}
+    return {**found, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
+
+
+def gemma(number: int, chosen: int, hidden: Sequence[int]) -> dict:
+    """Experts and the MLP beside them, under Gemma's names, in the form that has experts."""
+    keys = {"enable_moe_block": True, "num_experts": number, "top_k_experts": chosen}
+    keys |= {"hidden_size_per_layer_input": 0, "sliding_window": 9}
+    return {**keys, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
+
+
+def two_ropes(near: float, far: float, share: float | None = None) -> dict:
+    """Positions of blocks with a window, and without: all pairs turn, or a share of them."""
+    some = {"rope_type": "proportional", "partial_rotary_factor": share}
+    full = some if share else {"rope_type": "default"}
+    return {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": near},
+            "full_attention": {**full, "rope_theta": far},
+        }
+    }
+
+
 CASES: dict[str, dict[str, dict]] = {
     "mixtral": {
         "window, top 1": {
@@ -528,6 +562,51 @@ CASES: dict[str, dict[str, dict]] = {
             **linear((4, 8), (8, 4)),
             "layer_types": ["linear_attention", "full_attention"],
             "shared_expert_intermediate_size": 8,
+        },
+    },
+    "kimi_linear": {
+        "odd, first layer in full, last dense": {
+            **LATENT,
+            **sizes(3, 26),
+            **kimi_experts(5, 2, 1, (14, 10)),
+            **kimi(3, 6, convolution=3),
+            "kv_lora_rank": 10,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "q_lora_rank": 9,
+        },
+        "even, groups": {
+            **LATENT_EVEN,
+            **sizes(4, 24),
+            **kimi_experts(24, 6, 2, (16, 8)),
+            **kimi(4, 6),
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "moe_renormalize": False,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "q_lora_rank": None,
+        },
+    },
+    "gemma4_text": {
+        "biases, values of their own": {
+            **ODD,
+            **sizes(2, 20, head=6),
+            **gemma(5, 2, (14, 10)),
+            **two_ropes(5e3, 1e6),
+            "global_head_dim": 10,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+        "even, keys are values, a cap": {
+            **EVEN,
+            **sizes(2, 24, head=6),
+            **gemma(24, 6, (16, 8)),
+            **two_ropes(1e4, 1e6, share=0.5),
+            "global_head_dim": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
         },
     },
 }

@@ -20,6 +20,14 @@ def of_positions(change: str) -> bool:
 
 def released(config: dict[str, Any]) -> dict[str, Any]:
     """A config that transformers 5 wrote, with the keys of positions that released files have."""
+    if "rope_parameters" not in config:  # nothing rotates
+        return config
+    if (layers := config.get("per_layer_config")) is not None:  # Gemma 4
+        ((head, heads),) = {
+            (own["head_dim"], own.get("num_key_value_heads")) for own in layers.values()
+        }
+        named = {"global_head_dim": head, "num_global_key_value_heads": heads}
+        return {key: x for key, x in config.items() if key != "per_layer_config"} | named
     rope = dict(config["rope_parameters"])
     own = {key: value for key, value in config.items() if key != "rope_parameters"}
     own["rope_theta"], family = rope.pop("rope_theta"), config["model_type"]

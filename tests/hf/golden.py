@@ -24,6 +24,17 @@ ONE_DEVICE = MeshConfig()
 FAMILIES = sorted(path.stem for path in MODELS.glob("*.json"))
 
 
+# Families whose parts, together, most others have: the others run in `make test-all CASES=every`
+# where a case takes long.
+OFTEN = (
+    "deepseek_v3",
+    "gpt_oss",
+    "hunyuan_v1_moe",
+    "kimi_linear",
+    "qwen3_next",
+)
+
+
 @cache
 def cases_of(family: str) -> dict[str, dict]:
     """The golden cases of a family by name."""

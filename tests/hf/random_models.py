@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")  # ends of tensors' names
+# Norms, and factors of blocks, of experts and of a router's input (Gemma 4).
+FACTORS = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "layer_scalar")
+FACTORS += ("router.scale", "per_expert_scale")
 DTYPES = {"F32": np.float32, "F16": np.float16}
 
 
@@ -21,7 +24,7 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     bits = np.random.PCG64(seed).random_raw(max(1, math.prod(shape)))
     unit = (bits >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)
     values = unit[: math.prod(shape)].reshape(shape)
-    if name.endswith(("norm.weight", "layernorm.weight")):
+    if name.endswith(FACTORS):
         return np.float32(1) + np.float32(0.25) * values
     if name.endswith(SELECTION_BIASES):
         return np.float32(0.1) * values
@@ -29,6 +32,8 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return np.float32(1) * values
     if len(shape) == 1 or name.endswith("bias"):
         return np.float32(0.3) * values
+    if name.endswith("router.proj.weight"):  # whose input is as small as a unit vector's
+        return np.float32(1.5) * values
     fan = shape[-2] if ".mlp.experts." in name and len(shape) == 3 else shape[-1]
     if name.endswith("embed_tokens.weight"):  # small, so that layers matter where it is tied
         return np.float32(0.3) * values

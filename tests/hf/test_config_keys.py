@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from moejax.config.pattern import settings_of
+from moejax.config.schema import FullAttentionConfig
 from moejax.errors import InputError
 from moejax.hf.families import family_named, family_of
 from moejax.hf.families.family import (
@@ -34,8 +36,13 @@ def outcome(config):
 def rope_of(cfg):
     """Frequencies, the factor of cos and sin, and that of scores, as the golden file has them."""
     model = cfg.model
-    pairs_R, factor = frequencies(model.rotated_channels, model.rope)
-    return [*pairs_R.tolist(), factor, scale_of_scores(model)]
+    differ = model.full_attention != FullAttentionConfig()
+    kinds, pairs, factor = (1, None) if differ else (None,), [], 1.0
+    for own in (settings_of(model, window) for window in kinds):
+        found_R, factor = frequencies(own.rotated_channels, own.rope)
+        turned = own.full_attention.turned_channels or 2 * len(found_R)
+        pairs += [x if 2 * index < turned else 0.0 for index, x in enumerate(found_R.tolist())]
+    return [*pairs, factor, scale_of_scores(model)]
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -51,15 +58,14 @@ def test_missing_keys_and_nulls_mean_what_transformers_takes_them_for(name):
         theirs, key = case["changes"][change], change.split()[-1].split(".")[-1]
         ours = outcome(file)
         if isinstance(ours, str):
-            assert any(f"`{k}" in ours for k in (key, "num_experts", "rope_scaling", "model.")), (
-                ours
-            )
+            named = (key, "num_experts", "rope_scaling", "rope_parameters", "model.")
+            assert any(f"`{k}" in ours for k in named), ours
             continue
         if key in free:
             continue
         assert not isinstance(theirs, str), f"{change}: transformers makes no model: {theirs}"
         whole = {**case["whole"], **theirs}
-        gone, rope = whole.pop("absent", ()), whole.pop("rope")
+        gone, rope = whole.pop("absent", ()), whole.pop("rope", None)
         if of_positions(change):  # a null may be gone from what transformers made of the file
             np.testing.assert_allclose(rope_of(ours[0]), rope, rtol=2e-6, err_msg=change)
         else:

@@ -27,6 +27,12 @@ What `published.json` was compared with, because the files of the authors could 
   of `Qwen3NextConfig`; base of the rotary positions and longest context were compared with nothing.
 - Qwen3.5-35B-A3B, 397B-A17B: the keys of the text model that public notes and scripts name; of the
   second the heads of linear attention are not among them, and fit the parameters of its name.
+- Kimi-Linear-48B-A3B: sizes and layers alone, from the defaults of transformers' `KimiLinearConfig`
+  and from public notes, which agree but for the layers: those are of the notes. Ids of tokens, and
+  the keys of the router other than its experts and its factor, are from memory.
+- Gemma-4-26B-A4B: all sizes are from memory, but the number of layers and their pattern, which are
+  defaults of transformers' `Gemma4TextConfig`, and 2 key and value heads without a window, which a
+  comment there names. They make 25.2 billion parameters, 3.8 billion active, as published.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
 """
 

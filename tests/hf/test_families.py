@@ -87,6 +87,30 @@ KNOWN = {
         "moe.shared_gate": True,
         "moe.router.balance_loss": pytest.approx(8 * 0.001),
     },
+    "Kimi-Linear-48B-A3B": {
+        "model.positions": "none",
+        "model.linear.form": "kimi_delta",
+        "model.linear.key_heads": 32,
+        "model.linear.value_width": 128,
+        "model.layer_attention": (*("linear",) * 3, "full") * 6 + ("linear", "linear", "full"),
+        "model.first_dense_layers": 1,
+        "model.q_latent": None,
+        "moe.router.score": "sigmoid",
+        "moe.router.weight_scale": 2.446,
+    },
+    "Gemma-4-26B-A4B": {
+        "model.sliding_window": 1024,
+        "model.full_attention_every": 6,
+        "model.full_attention.head_width": 512,
+        "model.full_attention.num_kv_heads": 2,
+        "model.full_attention.keys_are_values": True,
+        "model.full_attention.theta": 1_000_000,
+        "model.full_attention.turned_channels": 128,
+        "model.embedding_scale": 2816**0.5,
+        "model.logit_cap": 30.0,
+        "moe.num_shared_experts": 3,
+        "moe.shared_hidden": None,
+    },
 }
 
 
@@ -104,6 +128,7 @@ NOT_WRITTEN = (
 )
 # Of files that transformers 5 wrote: what is written under another name, or follows from others.
 FOLLOWING = ("num_local_experts", "partial_rotary_factor", "head_dim", "qk_head_dim")
+FOLLOWING += ("per_layer_config",)
 
 
 def assert_written(config, left_out):
@@ -115,6 +140,8 @@ def assert_written(config, left_out):
             continue
         if key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             value = 0  # is left out, unless `model.predict_ahead` asks for it
+        if key == "use_bidirectional_attention":
+            value = None  # it is of images, which an export has none of
         if key == "model_type":
             value = table.name  # Kimi-K2 has a name of its own
         assert written[key] == value, key
@@ -129,7 +156,7 @@ def test_a_published_config_is_read_and_its_export_has_the_same_keys(name):
     assert {key: settings[key] for key in known} == known
     if not settings.get("model.first_dense_layers") and settings["model.moe_every"] is not None:
         assert "model.mlp_hidden" not in settings
-    written = assert_written(config, NOT_WRITTEN)["rope_scaling"] or {}
+    written = assert_written(config, NOT_WRITTEN).get("rope_scaling") or {}
     assert written | (config.get("rope_scaling") or {}) == written
 
 
@@ -180,6 +207,7 @@ def test_training_settings_are_settings():
     assert set(TRAINING) <= set(fields())
 
 
+TWO_ROPES = PUBLISHED["Gemma-4-26B-A4B"]["rope_parameters"]
 REFUSED = [
     ("DeepSeek-V3", {"rope_interleave": False}, "`rope_interleave` is False"),
     ("DeepSeek-V3", {"num_key_value_heads": 8}, "`num_key_value_heads` is 8. In latent attention"),
@@ -243,6 +271,52 @@ REFUSED = [
     ("Qwen3.5-35B-A3B", {"attn_output_gate": False}, "`attn_output_gate` is False"),
     ("Qwen3.5-35B-A3B", {"mlp_only_layers": [1]}, "`mlp_only_layers` is [1]"),
     ("Qwen3.5-35B-A3B", {"norm_topk_prob": False}, "`norm_topk_prob` is False"),
+    ("Kimi-Linear-48B-A3B", {"mla_use_nope": False}, "`mla_use_nope` is False"),
+    ("Kimi-Linear-48B-A3B", {"num_nextn_predict_layers": 1}, "`num_nextn_predict_layers` is 1"),
+    ("Kimi-Linear-48B-A3B", {"linear_head_dim": 64}, "keys disagree: `linear_head_dim` is 64"),
+    ("Kimi-Linear-48B-A3B", {"first_k_dense_replace": -1}, "`first_k_dense_replace` is -1"),
+    ("Kimi-Linear-48B-A3B", {"first_k_dense_replace": 27}, "no layer has experts"),
+    (
+        "Kimi-Linear-48B-A3B",
+        {"linear_attn_config": {"gate_lower_bound": -5.0}},
+        "`linear_attn_config` is {'gate_lower_bound': -5.0}. moejax knows full_attn_layers, ",
+    ),
+    ("Kimi-Linear-48B-A3B", {"linear_attn_config": {"kda_layers": [1, "2"]}}, "once, counted from"),
+    (
+        "Kimi-Linear-48B-A3B",
+        {"layer_types": ["linear_attention"] * 27},
+        "each of 27 layers once, counted from 1, and agree",
+    ),
+    ("Gemma-4-26B-A4B", {"enable_moe_block": False}, "`enable_moe_block` is False"),
+    ("Gemma-4-26B-A4B", {"hidden_size_per_layer_input": 256}, "`hidden_size_per_layer_input` is 2"),
+    ("Gemma-4-26B-A4B", {"num_kv_shared_layers": 6}, "`num_kv_shared_layers` is 6"),
+    ("Gemma-4-26B-A4B", {"use_bidirectional_attention": "all"}, "`use_bidirectional_attention` is"),
+    ("Gemma-4-26B-A4B", {"hidden_activation": "silu"}, "`hidden_activation` is 'silu'"),
+    ("Gemma-4-26B-A4B", {"hidden_act": "silu"}, "`hidden_act` = 'silu' is a key whose meaning"),
+    ("Gemma-4-26B-A4B", {"layer_types": ["full_attention"] * 30}, "has no sliding_attention"),
+    ("Gemma-4-26B-A4B", {"global_head_dim": 0}, "`head_dim` is 0. It must be a positive integer"),
+    ("Gemma-4-26B-A4B", {"per_layer_config": {"5": {"head_dim": 512}}}, "`per_layer_config` is"),
+    (
+        "Gemma-4-26B-A4B",
+        {"per_layer_config": {str(index): {"head_dim": 512} for index in range(5, 30, 6)}},
+        "`global_head_dim` or `num_global_key_value_heads` stands beside `per_layer_config`",
+    ),
+    (
+        "Gemma-4-26B-A4B",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}},
+        "an object for sliding_attention and one for full_attention",
+    ),
+    *(
+        ("Gemma-4-26B-A4B", {"rope_parameters": {**TWO_ROPES, blocks: own}}, f"of {blocks} are")
+        for blocks, own in (
+            ("sliding_attention", {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}),
+            ("sliding_attention", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+            ("full_attention", {**TWO_ROPES["full_attention"], "factor": 2.0}),
+            ("full_attention", {**TWO_ROPES["full_attention"], "partial_rotary_factor": 0.001}),
+            ("full_attention", {"rope_type": "yarn"}),
+            ("full_attention", None),
+        )
+    ),
     ("Qwen3-30B-A3B", {"rope_scaling": {"mrope_section": [1]}}, "has `mrope_section` = [1]"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
@@ -268,6 +342,23 @@ WITHOUT_KEY = [
     ),
     ("Mixtral-8x7B", {"model.residual_scale": 0.5}, "no key for `model.residual_scale` = 0.5"),
     ("OLMoE-1B-7B", {"model.block_norm": "after"}, "no key for `model.block_norm` = 'after'"),
+    ("DeepSeek-V3", {"model.positions": "none"}, "no key for `model.positions` = 'none'"),
+    ("Kimi-Linear-48B-A3B", {"model.linear.form": "gated_delta"}, "form` is gated_delta"),
+    ("Kimi-Linear-48B-A3B", {"model.linear.value_width": 64}, "key for `model.linear.value_width`"),
+    ("Gemma-4-26B-A4B", {"model.embedding_scale": 2.0}, "`model.embedding_scale` is 2.0. It is"),
+    ("Gemma-4-26B-A4B", {"moe.own_norms": False}, "no key for `moe.own_norms` = False"),
+    (
+        "Gemma-4-26B-A4B",
+        {"model.full_attention.keys_are_values": False},
+        "no key for `model.full_attention.num_kv_heads` = 2",
+    ),
+    (
+        "Gemma-4-26B-A4B",
+        {"model.full_attention_every": None, "model.layer_attention": ("full", *("window",) * 29)},
+        "no key for",
+    ),
+    ("Mixtral-8x7B", {"model.value_norm": True}, "no key for `model.value_norm` = True"),
+    ("Mixtral-8x7B", {"model.activation": "geglu"}, "no key for `model.activation` = 'geglu'"),
     ("Mixtral-8x7B", {"moe.num_shared_experts": 1}, "no key for `moe.num_shared_experts` = 1"),
 ]
 
@@ -365,6 +456,33 @@ def test_any_blocks_may_be_dense(layers, step, listed, experts):
     kinds = [kind.mlp for kind in block_kinds(cfg.model)]
     assert kinds == ["moe" if index in experts else "dense" for index in range(layers)]
     written = family_of(config).write(cfg, {})
+    assert differences(from_settings(read(written)), cfg) == []
+
+
+def test_heads_of_blocks_without_a_window_are_said_in_two_ways():
+    """As files are released, and as transformers writes them; defaults of its class beside."""
+    config = PUBLISHED["Gemma-4-26B-A4B"]
+    keys = ("global_head_dim", "num_global_key_value_heads")
+    plain = {key: x for key, x in config.items() if key not in keys}
+    own = {"head_dim": 512, "num_key_value_heads": 2}
+    layers = {str(index): own for index in range(5, 30, 6)}
+    assert read({**plain, "per_layer_config": layers}) == read(config)
+    assert read({**plain, "num_global_key_value_heads": 2}) == read(config)
+    assert read({key: x for key, x in config.items() if key != "layer_types"}) == read(config)
+    assert read({key: x for key, x in config.items() if key != "rope_parameters"}) == read(config)
+    windows = [*config["layer_types"][:-1], "sliding_attention"]
+    assert read({**config, "layer_types": windows}) == read(config)
+    apart = read({**config, "attention_k_eq_v": False})
+    assert apart["model.full_attention.num_kv_heads"] is None
+
+
+@pytest.mark.parametrize("turned", [2, 4, 6, 58, 62])
+def test_any_count_of_pairs_that_turn_is_written_as_a_share(turned):
+    """Of 62 channels: 6 / 62 times 62 is less than 6."""
+    config = PUBLISHED["Gemma-4-26B-A4B"]
+    cfg = from_settings({**read(config), "model.full_attention.head_width": 62})
+    cfg = change(cfg, {"model.full_attention.turned_channels": turned})
+    written = family_of(config).write(cfg, config)
     assert differences(from_settings(read(written)), cfg) == []
 
 

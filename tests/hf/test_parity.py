@@ -9,28 +9,14 @@ import pytest
 
 from moejax.config.schema import MeshConfig
 from moejax.moe import router
-from tests.hf.golden import FAMILIES, ONE_DEVICE, all_cases, cases_of, loaded
+from tests.hf.golden import OFTEN, ONE_DEVICE, all_cases, cases_of, loaded
 from tests.hf.random_models import draw
 from tests.parity import ours
 
 # Slow together; whole steps are traced, whose layers have tests.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked_annotations")]
 
-# What runs in `make test-all CASES=every` alone: families whose every part another has too, and of
-# cases that one device and a mesh compute all but one.
-SELDOM = [
-    "dots1",
-    "glm4_moe_lite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmoe",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "solar_open",
-]
-OFTEN = tuple(family for family in FAMILIES if family not in SELDOM)
+# Of cases that one device and a mesh compute, all but one run in `make test-all CASES=every` alone.
 ODD = [case for case in all_cases(always=OFTEN) if "even" not in case.values[1]]
 EVEN = [case for case in all_cases("even", always=()) if "even" in case.values[1]]
 ON_MESHES = all_cases("even", always=("deepseek_v3",))

@@ -46,6 +46,17 @@ def test_tensors_have_the_names_and_shapes_that_transformers_writes(model, famil
     assert len(once) == len(tensors), "a name is there twice"
 
 
+def test_dense_mlps_of_kimi_linear_have_the_names_that_transformers_saves_too(model):
+    table, parameters, cfg = model("kimi_linear", "even, groups")
+    released, saved = (
+        {tensor.name for tensor in tensors_of((*table.rules, *form), parameters, cfg)}
+        for form in table.experts[:2]
+    )
+    assert saved == {name.replace(".mlp.", ".block_sparse_moe.") for name in released}
+    dense = "model.layers.0.block_sparse_moe."
+    assert saved - released == {f"{dense}{name}_proj.weight" for name in ("gate", "up", "down")}
+
+
 @pytest.mark.parametrize(("family", "name"), all_cases())
 def test_every_form_of_experts_holds_each_number_once(model, family, name):
     table, parameters, cfg = model(family, name)

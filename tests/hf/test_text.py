@@ -47,6 +47,22 @@ def write_around(place, case, **changes):
     return write_folder(place, around(case["config"], **changes), tensors | draw_all(OTHERS))
 
 
+def gemma_around(text):
+    """The `config.json` of a Gemma 4 of images, which ties by default."""
+    inside = {k: x for k, x in text.items() if k not in ("architectures", "tie_word_embeddings")}
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "tie_word_embeddings": True,
+        "text_config": inside,
+        "vision_config": {"hidden_size": 16},
+        "audio_config": None,
+        "image_token_id": 5,
+        "eoa_token_index": 6,
+        "initializer_range": 0.02,
+    }
+
+
 def assert_same_weights(got, wanted):
     found, expected = flat(got.params), flat(wanted.params)
     assert list(found) == list(expected)
@@ -67,6 +83,20 @@ def test_the_text_model_is_read_and_images_are_named_as_left_out(tmp_path, confi
     assert got.train_step.cfg == wanted.train_step.cfg
     assert sorted(got.plan.left_out.values()) == [[name] for name in sorted(OTHERS)]
     assert any("the text model alone is read" in reason for reason in got.plan.left_out)
+
+
+def test_the_text_model_of_gemma_is_read_without_images_and_sounds(tmp_path):
+    case = next(case for name, case in cases_of("gemma4_text").items() if "even" in name)
+    wanted = import_weights(golden_folder(tmp_path / "text", case))
+    others = {"model.vision_tower.patch_embedder.input_proj.weight": (4, 8)}
+    others |= {"model.embed_vision.embedding_projection.weight": (4, 4)}
+    others |= {"model.audio_tower.layers.0.norm_out.weight": (4,)}
+    tensors = {longer(name): x for name, x in draw_all(case["tensors"]).items()}
+    path = write_folder(tmp_path / "a", gemma_around(case["config"]), tensors | draw_all(others))
+    got = import_weights(path)
+    assert_same_weights(got, wanted)
+    assert got.train_step.cfg == wanted.train_step.cfg
+    assert {n for names in got.plan.left_out.values() for n in names} == set(others)
 
 
 def test_an_export_has_the_text_models_own_config(tmp_path):

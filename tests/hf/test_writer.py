@@ -29,13 +29,16 @@ from moejax.hf.writer import (
 from moejax.runtime.processes import ALONE
 from moejax.step.state import flat
 from tests.cases import step_for
-from tests.hf.golden import all_cases, cases_of, golden_folder, import_weights
+from tests.hf.golden import OFTEN, all_cases, cases_of, golden_folder, import_weights
 from tests.hf.random_models import SELECTION_BIASES, draw_all, write_folder
 
 # Whole models are traced, whose layers have tests.
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
+# Tensors that stay in float32: those and, of Kimi Linear, how fast states fade.
+WIDE = (*SELECTION_BIASES, "self_attn.A_log", "self_attn.dt_bias")
 MESH = MeshConfig(fsdp=2, expert=2, tensor=2)
+NARROW = {"kimi_linear": MeshConfig(expert=2, tensor=2)}  # a head has six channels
 
 
 def read_all(folder):
@@ -80,11 +83,11 @@ def assert_same_tensors(got, wanted):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "name"), all_cases())
+@pytest.mark.parametrize(("family", "name"), all_cases(always=OFTEN))
 def test_export_gives_back_what_was_imported(tmp_path, family, name, dtype):
     case = cases_of(family)[name]
     tensors = {
-        key: x if dtype == "float32" or key.endswith(SELECTION_BIASES) else x.astype(dtype)
+        key: x if dtype == "float32" or key.endswith(WIDE) else x.astype(dtype)
         for key, x in draw_all(case["tensors"]).items()
     }
     if case["config"]["tie_word_embeddings"]:
@@ -103,11 +106,11 @@ def test_export_gives_back_what_was_imported(tmp_path, family, name, dtype):
         assert np.asarray(arrays_again[path]).tobytes() == np.asarray(array).tobytes(), path
 
 
-@pytest.mark.parametrize(("family", "name"), all_cases("even"))
+@pytest.mark.parametrize(("family", "name"), all_cases("even", always=OFTEN[:2]))
 def test_a_mesh_writes_the_same_files(tmp_path, family, name):
     case = cases_of(family)[name]
     path = golden_folder(tmp_path / "in", case)
-    for place, mesh in (("one", MeshConfig()), ("many", MESH)):
+    for place, mesh in (("one", MeshConfig()), ("many", NARROW.get(family, MESH))):
         files = export_arrays(tmp_path / place, *import_arrays(path, mesh), "bfloat16", 10_000)
         assert len(files) >= 3
     names = sorted(p.name for p in (tmp_path / "one").iterdir())

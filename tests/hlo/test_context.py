@@ -30,6 +30,7 @@ def settings_of(exchange):
     return "qwen3_30b_a3b.py", 2, (*SHARED, f"mesh.context_exchange={exchange}")
 
 
+@pytest.mark.exhaustive
 def test_keys_along_a_ring_leave_while_others_are_attended_to():
     hops = [one for one in compiled_step(*settings_of("ring")).exchanges if one.kind == "ppermute"]
     # A device passes on along the chain of its node, or to the next node: two collectives.

@@ -82,7 +82,7 @@ def evaluation(place, *words):
     """What `moejax eval --json` says."""
     command = [sys.executable, "-m", "moejax", "eval", "--json", *map(str, words)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), cwd=place, timeout=240
+        command, capture_output=True, text=True, env=environment(), cwd=place, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -106,7 +106,7 @@ def begin(place, *words, launcher=(), program=("moejax.train",), **variables):
 def run(place, *words, **how):
     """Runs the command to its end, as `begin` does. Returns exit code, stdout and stderr."""
     process = begin(place, *words, **how)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     return process.returncode, out, err
 
 
@@ -122,7 +122,7 @@ def run_until(place, step, number, *words, member=None, **how):
         if f"step {step}/" in line:
             os.kill(process.pid if member is None else find_member(process.pid, member), number)
             break
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     return process.returncode, "".join(lines) + out, err
 
 

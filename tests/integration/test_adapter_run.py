@@ -26,6 +26,7 @@ def lora(place, name, *words):
     return run(place, *(f"--config.{word}" for word in settings))
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_adapters_learns_and_resumes_to_the_same_bits(place):
     code, out, err = lora(place, "straight", "train.num_steps=8")
     assert code == 0, err

@@ -33,7 +33,7 @@ def place(tmp_path_factory):
     words = ("--run", "base", "--prompts", "prompts.txt", "--tokens", "30", "--temperature", "1")
     command = [sys.executable, "-m", "moejax", "generate", *words, "--routing", "samples.npz"]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), cwd=place, timeout=240
+        command, capture_output=True, text=True, env=environment(), cwd=place, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return place
@@ -53,6 +53,7 @@ def train(place, name, *words):
     return run(place, *(f"--config.{word}" for word in settings))
 
 
+@pytest.mark.exhaustive
 def test_a_run_sends_tokens_to_recorded_experts_and_resumes_to_the_same_bits(place):
     code, out, err = train(place, "straight", "train.num_steps=6")
     assert code == 0, err

@@ -18,7 +18,7 @@ def share(devices):
     return [*words, "--config.mesh.context_stripe=4"] if devices > 1 else words
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_other_numbers_of_devices_that_share(place, straight):
     """A stop on one, then on four, then to the end on two; losses are those of a run on one."""
     run_dir = place / "shared"

@@ -75,7 +75,7 @@ pwd.getpwuid = getpwuid
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_environment_changes_no_bit_of_a_run_that_is_saved_stopped_and_goes_on(place, straight):
     """JAX's variables, set for another program, and no home directory."""
     (place / "sitecustomize.py").write_text(NOBODY)
@@ -114,7 +114,7 @@ def test_a_finished_run_says_so_at_once_and_starts_no_device(place, straight):
     assert records(run_dir) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_swapped_experts_goes_back_one_checkpoint_and_saves_that_step_again(
     place, straight
 ):

@@ -17,8 +17,12 @@ from tests.oracle_delta import convolve_by_position, delta_by_position
 EPSILON = np.finfo(np.float32).eps
 
 
-def operands(length, heads=(1, 2), seed=0, fade="any", beta="any"):
-    """Queries, keys, values, decays, betas and a state of two sequences, and their documents."""
+def operands(length, heads=(1, 2), seed=0, fade="any", beta="any", by="head"):
+    """Queries, keys, values, decays, betas and a state of two sequences, and their documents.
+
+    Args:
+      by: "head" or "channel", of which decays are.
+    """
     rng = np.random.default_rng(seed)
     (G, H), C, V = heads, 4, 3
     q, k = (rng.standard_normal((2, length, G, C)) for _ in range(2))
@@ -26,11 +30,14 @@ def operands(length, heads=(1, 2), seed=0, fade="any", beta="any"):
     k[rng.random((2, length)) < 0.3] = k[0, 0]
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     shape = (2, length, H)
+    of_g = shape if by == "head" else (2, length, G, C)
     g = {
-        "any": -np.exp(rng.standard_normal(shape) * 2 - 2),
-        "none": np.zeros(shape),
+        "any": -np.exp(rng.standard_normal(of_g) * 2 - 2),
+        "none": np.zeros(of_g),
         # Tokens that forget all, among tokens that forget little.
-        "all": np.where(rng.random(shape) < 0.3, -1e4, -1e-3),
+        "all": np.where(rng.random(of_g) < 0.3, -1e4, -1e-3),
+        # As much at each position as leaves some of it a few positions on, and 0 at a chunk's end.
+        "much": rng.uniform(-9, -3, of_g),
     }[fade]
     beta = {"any": rng.random(shape), "0": np.zeros(shape), "1": np.ones(shape)}[beta]
     segment = np.cumsum(rng.random((2, length)) < 0.1, axis=1).astype(np.int32)
@@ -73,14 +80,17 @@ def check(length, chunk, seed, **extremes):
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
-FADES, BETAS = st.sampled_from(["any", "none", "all"]), st.sampled_from(["any", "0", "1"])
+FADES = st.sampled_from(["any", "none", "all", "much"])
+BETAS = st.sampled_from(["any", "0", "1"])
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(70, 32), (9, 16)])
+@pytest.mark.parametrize(
+    ("length", "chunk", "by"), [(70, 32, "head"), (9, 16, "head"), (70, 32, "channel")]
+)
 @few(8)
 @given(fade=FADES, beta=BETAS, seed=st.integers(0, 99))
-def test_chunks_give_values_and_gradients_of_a_loop(length, chunk, fade, beta, seed):
-    check(length, chunk, seed, fade=fade, beta=beta)
+def test_chunks_give_values_and_gradients_of_a_loop(length, chunk, by, fade, beta, seed):
+    check(length, chunk, seed, fade=fade, beta=beta, by=by)
 
 
 @pytest.mark.slow
@@ -90,10 +100,13 @@ def test_chunks_give_values_and_gradients_of_a_loop(length, chunk, fade, beta, s
     chunk=st.sampled_from([16, 32, 64, 128]),
     fade=FADES,
     beta=BETAS,
+    by=st.sampled_from(["head", "channel"]),
     seed=st.integers(0, 99),
 )
-def test_chunks_of_any_size_give_values_and_gradients_of_a_loop(length, chunk, fade, beta, seed):
-    check(length, chunk, seed, fade=fade, beta=beta)
+def test_chunks_of_any_size_give_values_and_gradients_of_a_loop(
+    length, chunk, fade, beta, by, seed
+):
+    check(length, chunk, seed, fade=fade, beta=beta, by=by)
 
 
 @jax.jit
@@ -101,9 +114,10 @@ def in_chunks(arrays, segment=None, state=None):
     return gated_delta(*arrays, segment, state, chunk=16)
 
 
-def test_a_text_in_parts_gives_the_whole_texts_result():
+@pytest.mark.parametrize("by", ["head", "channel"])
+def test_a_text_in_parts_gives_the_whole_texts_result(by):
     """Parts of any lengths, each behind the state before it; then position by position."""
-    (*arrays, state), _ = operands(40, heads=(2, 4))
+    (*arrays, state), _ = operands(40, heads=(2, 4), by=by)
     whole, last = in_chunks(arrays, state=state)
     parts, now = [], state
     for first, stop in ((0, 5), (5, 37)):
@@ -125,8 +139,9 @@ def test_positions_that_pad_leave_the_state_as_it_is():
     np.testing.assert_array_equal(in_chunks([q, k, v, g, beta], state=state)[1], padded)
 
 
-def test_bfloat16_changes_results_by_its_rounding_alone():
-    (*arrays, state), segment = operands(70)
+@pytest.mark.parametrize("by", ["head", "channel"])
+def test_bfloat16_changes_results_by_its_rounding_alone(by):
+    (*arrays, state), segment = operands(70, by=by)
     exact, _ = in_chunks(arrays, segment, state)
     q, k, v = (x.astype(jnp.bfloat16) for x in arrays[:3])
     rounded, last = in_chunks([q, k, v, *arrays[3:]], segment, state)

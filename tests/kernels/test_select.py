@@ -91,13 +91,15 @@ def test_a_named_implementation_is_taken_or_refused_but_never_replaced(place, na
 
 @modern
 @pytest.mark.parametrize(
-    "words", ["", "model.activation=clamped_swiglu", "moe.expert_bias=true"], ids=str
+    "words",
+    ["", "model.activation=clamped_swiglu", "model.activation=geglu", "moe.expert_bias=true"],
+    ids=str,
 )
 def test_biases_and_the_clamp_stand_between_the_products(words):
     cfg = override(Config(), ["model.dtype=bfloat16", *words.split()])
     choice = select_kernels(cfg, HOPPER)["experts"]
     assert_chosen(choice, "mosaic")
-    assert ("clamped SwiGLU and biases stand between" in choice.reason) == bool(words)
+    assert ("biases and other than SwiGLU stand between" in choice.reason) == bool(words)
 
 
 @modern

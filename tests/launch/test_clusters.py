@@ -159,7 +159,7 @@ def test_a_run_by_ssh_that_lost_its_launcher_goes_on(tmp_path, place, straight, 
         process.send_signal(number)
         assert process.wait(timeout=60) == (3 if number == signal.SIGTERM else -9)
         wait_for(lambda: records(run_dir)[-1]["event"] == "stopped", 120)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming at step" in done.stdout
     assert_same_end(straight[0], run_dir)

@@ -36,7 +36,7 @@ def begin(*arguments, **options):
 def emulate(*arguments):
     """Returns the launcher's exit code and output."""
     process = begin(*arguments)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=900)[0]
     return process.returncode, output
 
 

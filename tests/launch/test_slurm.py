@@ -65,7 +65,7 @@ def slurm(tmp_path):
 
 def submit(environment, *command):
     words = ["bash", SBATCH, *map(str, command)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -38,7 +38,7 @@ def begin(folder, *arguments):
 def launch(folder, *arguments):
     """Returns the launcher's exit code, output and errors."""
     process = begin(folder, *arguments)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 

@@ -66,7 +66,7 @@ def test_the_embedding_is_joined_before_the_hidden_state():
     np.testing.assert_allclose(module.join(embedding_BtD, h_BtD), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_evaluation_and_sampling_and_first_weights_are_those_without_it():
     with_it, without = (step_for(with_experts((1, 1, 2, 2), ahead=ahead)) for ahead in (1, 0))
     state, plain = with_it.init(), without.init()
@@ -80,7 +80,7 @@ def test_evaluation_and_sampling_and_first_weights_are_those_without_it():
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_accumulation_divides_by_the_targets_of_the_whole_batch():
     whole, cut = step_for(config()), step_for(config((2, 1, 1, 1), train={"micro_batches": 2}))
     state, batch = whole.init(), random_batch(whole.cfg)

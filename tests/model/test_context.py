@@ -108,6 +108,7 @@ def case(c, stripe, window, exchange, documents, sinks, groups):
     return example(**dict(zip(names, values, strict=True)))
 
 
+@pytest.mark.slow
 @few(2)
 @case(8, 4, (0, 1), "gather", 1, None, 1)
 @case(8, 4, (1, -1), "gather", -1, 10.0, 2)

@@ -8,7 +8,14 @@ import jax
 import pytest
 
 from moejax.config.load import load_config
-from moejax.config.schema import Config, DataConfig, LinearConfig, ModelConfig, MoEConfig
+from moejax.config.schema import (
+    Config,
+    DataConfig,
+    FullAttentionConfig,
+    LinearConfig,
+    ModelConfig,
+    MoEConfig,
+)
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import count
@@ -77,13 +84,29 @@ def test_blocks_without_the_window_cost_more():
     assert count(cfg, {}).flops_per_token == 4 * 8 * 12 * seen // 64
 
 
-def test_linear_attention_costs_three_products_of_its_states_and_a_convolution():
-    linear = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=5, convolution=3)
+@pytest.mark.parametrize(("form", "keys"), [("gated_delta", 2), ("kimi_delta", 4)])
+def test_linear_attention_costs_three_products_of_its_states_and_a_convolution(form, keys):
+    linear = LinearConfig(form, keys, 4, key_width=6, value_width=5, convolution=3)
     full = ModelConfig(num_layers=4, num_heads=4, head_width=8)
     hybrid = dataclasses.replace(full, linear=linear, full_attention_every=4)
     own, wanted = (count(Config(model=model), {}).flops_per_token for model in (hybrid, full))
-    of_position = 2 * 3 * 4 * 6 * 5 + 2 * 3 * (2 * 2 * 6 + 4 * 5)
+    of_position = 2 * 3 * 4 * 6 * 5 + 2 * 3 * (2 * keys * 6 + 4 * 5)
     assert abs(own - wanted / 4 - 3 * 3 * of_position) <= 1  # quotients are rounded
+
+
+def test_heads_of_blocks_without_a_window_count_by_their_own_width():
+    """Gemma 4: three blocks of 8 channels see 3 positions, one of 20 sees all."""
+    own = FullAttentionConfig(head_width=20, num_kv_heads=2, keys_are_values=True)
+    model = ModelConfig(num_layers=4, num_heads=4, num_kv_heads=4, head_width=8, sliding_window=3)
+    model = dataclasses.replace(model, full_attention_every=4, full_attention=own)
+    cfg = Config(model=model, data=DataConfig(sequence_length=64))
+    near, far = sum(min(place, 3) for place in range(1, 65)), sum(range(1, 65))
+    assert count(cfg, {}).flops_per_token == 4 * 12 * (3 * 8 * near + 20 * far) // 64
+    sizes = step_for_shapes(cfg).parameter_sizes()
+    attention = sum(n for path, (_, n) in sizes.items() if ".attention." in path)
+    D = model.width
+    # Queries, keys, values and outputs; of the last block no values.
+    assert attention == 3 * D * 8 * (4 + 4 + 4 + 4) + D * 20 * (4 + 2 + 4)
 
 
 @pytest.mark.parametrize(("tied", "products"), [(True, 1), (False, 0)])

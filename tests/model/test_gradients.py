@@ -56,7 +56,7 @@ MORE = {"attention_sinks": True, "attention_output_bias": True, "rope_width": 6}
 LATENT = {"attention": "latent", "attention_bias": False, "rope_width": 4, "kv_latent": 16}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model",
     [
@@ -163,6 +163,18 @@ STEPS = [
     (
         {"mesh": "expert 2, tensor 2"},
         {"model.linear.form": "gated_delta", "model.linear.convolution": 3},
+    ),
+    (
+        {"mesh": "expert 2, tensor 2"},
+        {"model.linear.form": "kimi_delta", "model.linear.value_heads": 2},
+    ),
+    (
+        {"mesh": "expert 2, tensor 2", "experts": "shared, gated", "layout": "replicated, hidden"}
+        | {"route": "duplicate"},
+        {"model.block_norm": "both", "model.activation": "geglu", "model.value_norm": True}
+        | {"model.layer_scale": True, "model.logit_cap": 5.0, "model.sliding_window": 5}
+        | {"model.full_attention_every": 2, "model.full_attention.keys_are_values": True}
+        | {"moe.own_norms": True, "moe.expert_scale": True},
     ),
     (
         {"mesh": "expert 2, tensor 2", "adapters": "adapters", "recomputed": "collectives"}

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config.schema import RopeConfig
-from moejax.model.rope import angles_at, frequencies, rotate, score_factor
+from moejax.config.schema import FullAttentionConfig, ModelConfig, RopeConfig
+from moejax.model.rope import angles_at, angles_of, frequencies, rotate, score_factor
 
 GOLDEN = Path(__file__).parents[1] / "golden/from_transformers.json"
 
@@ -94,3 +94,25 @@ def test_channels_beyond_the_rotated_ones_pass():
     wanted = (x[..., :3] + 1j * x[..., 3:6]) * turn
     np.testing.assert_allclose(turned[..., :3], wanted.real, atol=1e-5)
     np.testing.assert_allclose(turned[..., 3:6], wanted.imag, atol=1e-5)
+
+
+def test_blocks_without_a_window_may_turn_some_pairs_of_a_whole_head():
+    """Gemma 4: pairs (c, c + 4) of 8 channels, by the frequencies of 8; the slow ones stand."""
+    own = FullAttentionConfig(head_width=8, theta=300.0, turned_channels=4)
+    cfg = ModelConfig(head_width=6, sliding_window=3, full_attention_every=2, full_attention=own)
+    angles = angles_of(jnp.arange(5), cfg)
+    (cos, sin), position_T1 = map(np.asarray, angles.full), np.arange(5)[:, None]
+    wanted = position_T1 * np.array([1.0, 300.0**-0.25, 0.0, 0.0])
+    np.testing.assert_allclose(cos, np.cos(wanted), atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(wanted), atol=1e-6)
+    usual = angles_at(jnp.arange(5), 6, RopeConfig())
+    np.testing.assert_array_equal(angles.with_window, usual)
+    assert angles.of(3) is angles.with_window
+    assert angles.of(None) is angles.full
+    x = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
+    turned = np.asarray(rotate(jnp.asarray(x), angles.full))
+    still = [2, 3, 6, 7]
+    np.testing.assert_array_equal(turned[..., still], x[..., still])
+    wanted = (x[..., 1] + 1j * x[..., 5]) * np.exp(1j * 300.0**-0.25 * position_T1)
+    np.testing.assert_allclose(turned[..., 1], wanted.real, atol=1e-5)
+    np.testing.assert_allclose(turned[..., 5], wanted.imag, atol=1e-5)

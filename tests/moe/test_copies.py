@@ -232,6 +232,7 @@ def test_copies_keep_a_skewed_layer_out_of_rounds():
     assert int(spread.uneven_L3[0, 2]) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

@@ -23,14 +23,21 @@ transformers.logging.disable_progress_bar()
 def with_images(folder: Path, text: dict) -> torch.nn.Module:
     """A model of images and texts around a text model, with drawn weights; writes its folder."""
     inside = {key: value for key, value in text.items() if key != "architectures"}
-    images = {"depth": 1, "hidden_size": 16, "intermediate_size": 8, "num_heads": 2}
-    images |= {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 4}
-    config = transformers.Qwen3_5MoeConfig(
+    images = {"hidden_size": 16, "intermediate_size": 8}
+    if text["model_type"] == "gemma4_text":
+        made, kind = transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration
+        inside["pad_token_id"] = 0  # which stands for images in the text model's input
+        images |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        images |= {"head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
+    else:
+        made, kind = transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration
+        images |= {"depth": 1, "num_heads": 2, "num_position_embeddings": 4}
+        images |= {"out_hidden_size": text["hidden_size"]}
+    config = made(
         text_config=inside,
         vision_config=images,
         tie_word_embeddings=text["tie_word_embeddings"],
     )
-    kind = transformers.Qwen3_5MoeForConditionalGeneration
     kind(config).float().save_pretrained(folder)
     shapes = {name: x.shape for name, x in load_file(folder / "model.safetensors").items()}
     write_folder(folder, json.loads((folder / "config.json").read_text()), draw_all(shapes))

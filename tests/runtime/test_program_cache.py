@@ -35,7 +35,7 @@ def start_anew(home: Path, first: str = "", **more: str) -> tuple[str, int, str]
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=300,
     )
     directory, hits = done.stdout.splitlines()
     return directory, int(hits), done.stderr

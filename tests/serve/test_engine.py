@@ -198,6 +198,7 @@ def test_a_prompt_that_is_no_text_is_refused(model):
         model.sample("w3 \ud800")
 
 
+@pytest.mark.exhaustive
 def test_a_stop_string_in_the_last_token_ends_the_text(model):
     """Its name is the reason, though the text is as long as it may be."""
     samples = model.sample([f"w{number}" for number in range(1, 33)], tokens=2)

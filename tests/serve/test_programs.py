@@ -10,14 +10,16 @@ from moejax.comm.host import is_on_host
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LinearConfig, LoraConfig, MemoryConfig, MeshConfig, RopeConfig
 from moejax.kernels.attention.cached_attention import KEYS
+from moejax.layout.layout import build_layout
 from moejax.layout.route import ROUTES
+from moejax.model.cached import cache_shapes
 from moejax.moe.sizes import usual_sizes
 from moejax.serve import programs as serve_programs
 from moejax.serve.batch import Batch, Request
 from moejax.serve.programs import LONG, SHORT, no_tokens
 from moejax.serve.samples import draw_samples
 from moejax.step.state import flat
-from tests.cases import CERTAIN, small_config, some_of, step_for
+from tests.cases import CERTAIN, GEMMA, small_config, some_of, step_for
 from tests.hf.golden import cases_of, loaded
 from tests.serve.models import on_mesh, programs_for, random_state, weights_of
 
@@ -31,6 +33,9 @@ LATENT |= {"kv_latent": 16, "num_layers": 2, "first_dense_layers": 1, "rope": YA
 DELTA = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=4, convolution=3)
 DELTA = {"linear": DELTA, "full_attention_every": 2, "num_layers": 2, "num_kv_heads": 2}
 DELTA |= {"attention_gate": True}
+KIMI = LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=4, convolution=3)
+KIMI = LATENT | {"linear": KIMI, "full_attention_every": 2, "positions": "none"}
+KIMI.pop("rope")
 FULL = {"num_kv_heads": 4, "qk_norm": "full", "num_layers": 2}
 CASES = {
     "window and sinks": ((1, 1, 1, 1), "sequence", WINDOW),
@@ -44,6 +49,7 @@ MANY = {
     "latent of queries too": ((1, 1, 1, 1), "sequence", LATENT | {"q_latent": 8}),
     "sinks on tensor": ((1, 1, 1, 4), "sequence", WINDOW | {"num_kv_heads": 4}),
     "gated delta net on expert and tensor": ((1, 1, 2, 2), "sequence", DELTA),
+    "Kimi's delta attention on tensor": ((1, 1, 1, 2), "sequence", KIMI),
     "latent on expert and tensor": ((1, 1, 2, 2), "sequence", LATENT),
 }
 
@@ -103,6 +109,18 @@ def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
     check_cached(small_config(mesh, activations=activations, model=model, moe=CERTAIN))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", some_of([(1, 1, 1, 2), (1, 1, 2, 2)], (1, 1, 1, 2)), ids=str)
+@pytest.mark.usefixtures("short_pieces")
+def test_cached_decoding_has_other_heads_without_a_window(mesh):
+    """Rows with a window, and rows of all positions of fewer and wider heads (Gemma 4)."""
+    cfg = small_config(mesh, model=GEMMA["model"], moe=GEMMA["moe"] | CERTAIN)
+    check_cached(cfg)
+    groups = cache_shapes(cfg.model, build_layout(cfg.mesh), slots=2, positions=40, chunk=8)
+    found = [array.shape for block in groups[0] for array in block]
+    assert found == [(2, 4, 12, 4)] * 2 + [(2, 2, 40, 10)] * 2
+
+
 @pytest.mark.parametrize(
     ("mesh", "activations", "model", "context"),
     [
@@ -120,6 +138,7 @@ def test_devices_share_a_cache(monkeypatch, mesh, activations, model, context):
     check_cached(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=context)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "model", "targets"),
     [
@@ -277,6 +296,7 @@ GOLDEN = [
 REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_next"]
 REST += ["llama", "mistral", "qwen2", "qwen3", "glm4_moe_lite", "solar_open", "dots1", "hy_v3"]
 REST += ["ernie4_5_moe", "hunyuan_v1_moe", "flex_olmo", "granitemoe", "qwen3_5_moe_text"]
+REST += ["gemma4_text", "kimi_linear"]
 GOLDEN += [pytest.param(name, None, MeshConfig(), marks=pytest.mark.exhaustive) for name in REST]
 
 

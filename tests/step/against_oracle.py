@@ -56,14 +56,17 @@ def spoil(function):
     return lambda *operands: jax.tree.map(lambda x: x * np.nan, function(*operands))
 
 
+DRAWN = ("predict_ahead", "out_norm", "experts_norm", "_scale")  # parts of names of scales
+
+
 def not_constant(path, x):
-    """Draws a parameter that begins as zeros, as biases do, and scales of multi-token prediction.
+    """Draws a parameter that begins as zeros, as biases do, and scales with names of `DRAWN`.
 
     Else what it does in the forward pass, and which of two it is, would not be seen. Other scales
     stay at one: some cases need the routing that the first weights have.
     """
     name = jax.tree_util.keystr(path)
-    if np.any(x) and not ("predict_ahead" in name and "scale" in name):
+    if np.any(x) and not ("scale" in name and any(part in name for part in DRAWN)):
         return x
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     return x + rng.normal(0, 0.3, x.shape).astype(x.dtype)

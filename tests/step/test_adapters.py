@@ -19,7 +19,16 @@ from moejax.plan.trace.reader import collectives
 from moejax.step.adapters import init_adapters
 from moejax.step.model import check_adapters
 from moejax.step.train_step import build_step
-from tests.cases import CERTAIN, assert_close, place, random_batch, small_config, spread, step_for
+from tests.cases import (
+    CERTAIN,
+    GEMMA,
+    assert_close,
+    place,
+    random_batch,
+    small_config,
+    spread,
+    step_for,
+)
 from tests.oracle import oracle_loss
 from tests.step.against_oracle import TERMS, not_constant
 
@@ -49,14 +58,20 @@ LATENT = {"attention": "latent", "head_width": 10, "rope_width": 6, "value_width
 LATENT |= {"q_latent": 8, "kv_latent": 16, "predict_ahead": 1}
 DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
 DELTA = {"linear": DELTA, "full_attention_every": 2, "attention_gate": True}
+KIMI = LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=8)
+KIMI = {"linear": KIMI, "full_attention_every": 2}
 BIASES = {"expert_bias": True, "router_bias": True, "shared_gate": True}
 
 
 def adapted(mesh=(1, 1, 1, 1), kind="grouped", *, nodes=None, lora=None, **changes):
     """A model with every kind of matrix, all of them with adapters."""
     model = {"num_layers": 2, "first_dense_layers": 1, "tie_embeddings": False}
-    model |= {"grouped": GROUPED, "latent": LATENT}.get(kind, DELTA)
-    moe = {"num_shared_experts": 2, **CERTAIN, **(BIASES if kind == "latent" else {})}
+    gemma = GEMMA["model"], {**GEMMA["moe"], **CERTAIN}
+    shared = {"num_shared_experts": 2, **CERTAIN}
+    kinds = {"grouped": (GROUPED, shared), "latent": (LATENT, {**shared, **BIASES})}
+    kinds |= {"gated delta net": (DELTA, shared), "norms and heads of Gemma 4": gemma}
+    kinds |= {"Kimi's delta attention": (KIMI, shared)}
+    model, moe = model | kinds[kind][0], kinds[kind][1]
     cfg = small_config(mesh, model=model, moe=moe, **changes)
     lora = LoraConfig(**{"rank": 4, "alpha": 4 * SCALE, "targets": ("*",), **(lora or {})})
     return dataclasses.replace(cfg, lora=lora, mesh=dataclasses.replace(cfg.mesh, nodes=nodes))
@@ -127,6 +142,8 @@ PIECES = {"train": {"micro_batches": 1, "reduction_bytes": 512}}
         ("grouped", (1, 2, 2, 2), WHOLE),
         ("latent", (1, 2, 2, 2), {}),
         pytest.param("gated delta net", (1, 2, 2, 2), {}, marks=LATER),
+        pytest.param("Kimi's delta attention", (1, 2, 2, 2), {}, marks=LATER),
+        pytest.param("norms and heads of Gemma 4", (1, 2, 2, 2), {}, marks=LATER),
         pytest.param("grouped", (2, 2, 2, 1), PIECES, marks=LATER),
         pytest.param("latent", (1, 2, 2, 2), WHOLE, marks=LATER),
         pytest.param("latent", (2, 2, 1, 2), {"nodes": 4}, marks=LATER),

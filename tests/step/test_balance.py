@@ -69,10 +69,11 @@ def test_one_device_takes_the_quantiles_of_all_micro_batches(monkeypatch, score)
     np.testing.assert_allclose(found_LE[0], exact_E - exact_E.mean(), atol=2 * width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        pytest.param((2, 2, 1, 2), {"train": {"micro_batches": 2}}, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1, 2), {"train": {"micro_batches": 2}}, marks=pytest.mark.exhaustive),
         ((1, 2, 2, 2), {"activations": "replicated", "router": {**QUANTILES, "score": "sigmoid"}}),
     ],
 )
@@ -190,18 +191,18 @@ def test_biases_of_stages_whose_blocks_take_turns_move_by_their_own_loads():
 FORCED = {"forced": "balanced", "balance_loss": 0.0, "z_loss": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ((2, 2, 1, 2), {}),
-        pytest.param(
+        pytest.param((2, 2, 1, 2), {}, marks=pytest.mark.exhaustive),
+        (
             (1, 2, 2, 2),
             {
                 "activations": "replicated",
                 "router": {**FORCED, "num_groups": 4, "groups_per_token": 2, "score": "sigmoid"},
                 "train": {"micro_batches": 2},
             },
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -18,9 +18,10 @@ from tests.cases import assert_close
 B, T, D, V = 2, 6, 5, 16
 
 
-def plain(x_BTD, w_DV, target_BT):
+def plain(x_BTD, w_DV, target_BT, cap=None):
     """The same by log_softmax over the whole vocabulary."""
-    log_BTV = jax.nn.log_softmax(x_BTD @ w_DV)
+    logit_BTV = x_BTD @ w_DV
+    log_BTV = jax.nn.log_softmax(logit_BTV if cap is None else cap * jnp.tanh(logit_BTV / cap))
     chosen_BT = jnp.take_along_axis(log_BTV, jnp.maximum(target_BT, 0)[..., None], axis=2)[..., 0]
     return -jnp.sum(jnp.where(target_BT >= 0, chosen_BT, 0))
 
@@ -47,14 +48,14 @@ def layout_of(tensor):
 
 
 @functools.cache
-def sharded(tensor, chunk_tokens, weight=1.0):
+def sharded(tensor, chunk_tokens, weight=1.0, cap=None):
     """(x, w, target) -> sum and its gradients, the vocabulary over `tensor` devices."""
     layout = layout_of(tensor)
     mesh = build_mesh(layout, jax.devices()[:tensor])
 
     def body(x_BTD, w_Dv, target_BT):
         def share(x_BTD, w_Dv):
-            total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
+            total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens, cap=cap)
             # Devices' losses add up to the loss, as in the step.
             return weight * total / tensor, total
 
@@ -73,8 +74,8 @@ def sharded(tensor, chunk_tokens, weight=1.0):
     return jax.jit(mapped)
 
 
-def wanted(x_BTD, w_DV, target_BT):
-    total, gradients = jax.value_and_grad(plain, (0, 1))(x_BTD, w_DV, target_BT)
+def wanted(x_BTD, w_DV, target_BT, cap=None):
+    total, gradients = jax.value_and_grad(plain, (0, 1))(x_BTD, w_DV, target_BT, cap)
     return total, *gradients
 
 
@@ -85,6 +86,14 @@ def wanted(x_BTD, w_DV, target_BT):
 def test_the_sum_and_its_gradients_are_those_of_log_softmax(tensor, chunk_tokens):
     case = random_case()
     assert_close(sharded(tensor, chunk_tokens)(*case), wanted(*case), terms=B * T * V)
+
+
+def test_a_cap_on_logits_has_its_gradient():
+    """The cap is near the size of the logits, so that it bends them."""
+    case = random_case()
+    found = sharded(2, 5, cap=1.5)(*case)
+    assert_close(found, wanted(*case, cap=1.5), terms=B * T * V)
+    assert float(found[0]) < 0.9 * float(wanted(*case)[0])
 
 
 @functools.cache

@@ -112,7 +112,7 @@ def noisy(*cut, step=0):
     return train_step.gradients(state, place(train_step, random_batch(train_step.cfg)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "parts", "activations"), CUTS)
 def test_router_noise_depends_on_neither_mesh_nor_parts(mesh, parts, activations):
     wanted, found = noisy((1, 1, 1, 1), 1, "sequence"), noisy(mesh, parts, activations)

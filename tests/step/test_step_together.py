@@ -17,6 +17,7 @@ from moejax.layout.route import ROUTES
 from tests.annotations import without_annotations
 from tests.cases import (
     CERTAIN,
+    GEMMA,
     assert_close,
     one_device_state,
     part_of,
@@ -137,6 +138,28 @@ KINDS = [
             ),
         }
     },
+    # Channels that fade apart, and latent attention without positions (Kimi Linear).
+    {
+        "model": {
+            "num_layers": 2,
+            "attention": "latent",
+            "positions": "none",
+            "head_width": 6,
+            "rope_width": 2,
+            "value_width": 8,
+            "kv_latent": 8,
+            "full_attention_every": 2,
+            "linear": LinearConfig(
+                form="kimi_delta",
+                key_heads=4,
+                value_heads=4,
+                key_width=6,
+                value_width=8,
+                convolution=3,
+            ),
+        }
+    },
+    GEMMA,
 ]
 
 
@@ -148,7 +171,7 @@ CASES = [
     Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
     Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "duplicate", (1, 2), 8, kinds=(10, 11, 12, 13)),
     Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7)),
-    Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(12,)),
+    Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(16,)),
     Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11, 14)),
     Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1), kinds=(11, 12, 14)),
     Case((1, 1, 4, 2), 2, ("sequence", "folded"), "two_level_merge", (2, 2), kinds=(11, 12)),
@@ -167,6 +190,9 @@ CASES = [
     Case((1, 1, 2, 4), route="merge", chunks=(4, 6), path="rounds"),
     Case((2, 1, 2, 2), route="duplicate", chunks=(1, 2), k=8, path="usual"),
     Case((1, 2, 2, 2), chunks=(3, 4), path="usual"),
+    Case((1, 2, 2, 2), 1, kinds=(16,)),
+    Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(17,)),
+    Case((1, 1, 4, 2), 2, ("replicated", "hidden"), "duplicate", kinds=(17,)),
 ]
 
 MESHES = [
@@ -185,7 +211,7 @@ LAYOUTS += [("replicated", "hidden"), ("replicated", "folded")]
 # Three axes, most kinds of blocks and losses, and overflow rounds: what `make test` runs.
 USUAL = [CASES[number] for number in (5, 17)]
 # For `make test-all CASES=every`.
-RARE = [CASES[number] for number in (10, 11, 12, *range(19, 24))]
+RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25), 26)]
 
 
 def how_often(case):

@@ -93,7 +93,7 @@ def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
     assert_off_by(gradients_of(cfg), gradients_of(plain(cfg)), share)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("codec", "least", "most"),
     [
@@ -234,7 +234,7 @@ def test_gradients_of_the_first_blocks_travel_as_they_are():
     assert any(jax.tree.leaves(jax.tree.map(compare, found, wanted)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_start_layer_inside_a_pattern_leaves_the_whole_pattern_as_it_is():
     """Of four blocks in two repeats of a pattern of two: none, one repeat or both are coded."""
 
@@ -252,7 +252,7 @@ def test_a_start_layer_inside_a_pattern_leaves_the_whole_pattern_as_it_is():
     assert none - two == two - four > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "nodes", "limit"),
     part_of([((2, 2, 2, 1), 4), ((1, 4, 2, 1), 1)], [1000, 1 << 20], parts=4),

@@ -18,7 +18,7 @@ from moejax.train import rollback
 from moejax.train.faults import spikes
 from moejax.train.faults.bad_steps import BadSteps, GoBackError, StepCheck
 from tests.annotations import without_annotations
-from tests.cases import step_for
+from tests.cases import some_of, step_for
 from tests.integration.runs import records as events
 from tests.train.small_runs import STEPS, batch, change_manifest, config, train
 
@@ -69,6 +69,7 @@ def test_a_run_goes_back_and_leaves_out_exactly_the_bad_batches_also_if_it_is_ki
         assert end_of(tmp_path / die)[1] == bits
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_from_before_goes_back_to_its_first_state(run, tmp_path):
     _, seen = run("first", {3, 4, 9, 10}, max_skipped=2)
     # First from step 5 to 0 without batches 0 to 4; then batches 9 and 10 are those of steps 5, 6.
@@ -180,7 +181,7 @@ def test_after_a_spike_a_run_goes_back_as_often_as_it_may(went_back, goes_back):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped_at", [5, 9])
+@pytest.mark.parametrize("stopped_at", some_of([5, 9], 9))
 def test_a_run_that_was_stopped_goes_back_where_one_that_was_not_does(
     run, tmp_path, monkeypatch, stopped_at
 ):

@@ -227,6 +227,11 @@ def _check_experts(cfg: Config) -> None:
         f"`moe.experts_per_token` = {K} is more than `moe.num_experts` = {E}. Lower the first or "
         "raise the second.",
     )
+    require(
+        not cfg.moe.own_norms or (cfg.model.block_norm == "both" and cfg.moe.shared_width > 0),
+        "`moe.own_norms` is for shared experts beside the others, in blocks with norms of inputs "
+        "and results. Set moe.num_shared_experts and model.block_norm=both, or leave it off.",
+    )
     _check_quantiles(cfg)
     if G == 1:
         return

@@ -1,6 +1,7 @@
 """Rules of attention: its heads, latents and window, linear attention, rotary positions."""
 
 from moejax.config.checks.text import divisors_text, require
+from moejax.config.pattern import settings_of
 from moejax.config.schema import Config, ModelConfig, RopeConfig
 
 
@@ -23,7 +24,9 @@ def check_attention(cfg: Config) -> None:
         "`model.zero_centered_norms` is true and `model.qk_norm` is full. Norms over all heads are "
         "not built in that form. Set model.qk_norm=head, or model.zero_centered_norms=false.",
     )
-    _check_rotated(model)
+    for window in (1, None):
+        _check_rotated(settings_of(model, window))
+    _check_full(model)
     every = model.full_attention_every
     require(
         every is None or every <= model.num_layers,
@@ -33,12 +36,39 @@ def check_attention(cfg: Config) -> None:
     _check_rope(model.rope)
 
 
+def _check_full(model: ModelConfig) -> None:
+    own, heads = model.full_attention, model.full_attention.num_kv_heads
+    require(
+        heads is None or model.num_heads % heads == 0,
+        f"`model.num_heads` = {model.num_heads} is not a multiple of "
+        f"`model.full_attention.num_kv_heads` = {heads}. Choose {divisors_text(model.num_heads)}.",
+    )
+    turned, width = own.turned_channels, own.head_width or model.head_width
+    if turned is None:
+        return
+    require(
+        turned % 2 == 0 and turned <= width,
+        f"`model.full_attention.turned_channels` = {turned} must be even, and at most the {width} "
+        "channels of a head. Pairs of channels turn.",
+    )
+    require(
+        model.rope_width is None and model.rope.scaling == "none",
+        "`model.full_attention.turned_channels` goes with heads that rotate as a whole. Set "
+        "model.rope_width=none and model.rope.scaling=none.",
+    )
+
+
 def _check_linear(model: ModelConfig) -> None:
     keys, values = model.linear.key_heads, model.linear.value_heads
     require(
         values % keys == 0,
         f"`model.linear.value_heads` = {values} is not a multiple of `model.linear.key_heads` = "
         f"{keys}. Choose {divisors_text(values)} for model.linear.key_heads.",
+    )
+    require(
+        values == keys or model.linear.form != "kimi_delta",
+        f"`model.linear.key_heads` = {keys} and `model.linear.value_heads` = {values} differ, and "
+        "`model.linear.form` is kimi_delta: each head has keys and values. Make them equal.",
     )
 
 
@@ -61,7 +91,7 @@ def _check_rotated(model: ModelConfig) -> None:
     name = "head_width" if model.rope_width is None else "rope_width"
     rotated = model.rotated_channels
     require(
-        rotated % 2 == 0,
+        rotated % 2 == 0 or not model.rotates,
         f"`model.{name}` = {rotated} is odd. Rotary positions turn pairs of channels. "
         f"Choose {rotated - 1} or {rotated + 1}.",
     )

@@ -7,6 +7,7 @@ from moejax.config.checks.mesh import expert_owners
 from moejax.config.checks.planned import is_planned
 from moejax.config.compression import GRADIENTS, NO_COMPRESSION, build_compression
 from moejax.config.fields import fields, get_value, short
+from moejax.config.pattern import layer_attention
 from moejax.config.schema import Config, LinearConfig
 from moejax.errors import InputError
 
@@ -151,10 +152,33 @@ _OF_MODEL: tuple[_Effect, ...] = (
         "`model.attention` is latent, where every head has keys and values of its own",
     ),
     (
+        "model.rope.",
+        lambda cfg: cfg.model.rotates,
+        "`model.positions` is none, so nothing rotates",
+    ),
+    (
+        "model.rope_width",
+        lambda cfg: cfg.model.rotates or cfg.model.is_latent,
+        "`model.positions` is none, so nothing rotates",
+    ),
+    (
         "model.qk_norm model.attention_bias model.attention_output_bias model.attention_sinks "
         "model.attention_gate",
         lambda cfg: not cfg.model.is_latent,
         "`model.attention` is latent, which has norms on its latents, no biases, sinks or gate",
+    ),
+    (
+        "model.value_norm model.full_attention.",
+        lambda cfg: not cfg.model.is_latent,
+        "`model.attention` is latent, whose heads are alike in all blocks",
+    ),
+    (
+        "model.full_attention.",
+        lambda cfg: (
+            cfg.model.sliding_window is not None
+            and {"full", "window"}.issubset(layer_attention(cfg.model))
+        ),
+        "no block has a window, or all have one",
     ),
     (
         "model.full_attention_every",

@@ -149,6 +149,8 @@ def check_width(cfg: Config) -> None:
     """
     model, mesh = cfg.model, cfg.mesh
     sizes = {"width": model.width, "q_latent": model.q_latent, "kv_latent": model.kv_latent}
+    if model.linear.form == "kimi_delta":
+        sizes["linear.value_width"] = model.linear.value_width
     axes = ("stage", "fsdp", "expert") if mesh.stage > 1 else ("fsdp", "expert")
     shards = math.prod(getattr(mesh, axis) for axis in axes)
     names = " x ".join(f"mesh.{axis}" for axis in axes)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moejax.config.checks.text import require
-from moejax.config.pattern import block_kinds
+from moejax.config.pattern import BlockKind, block_kinds, settings_of
 from moejax.config.schema import Config, ModelConfig
 
 # A hundred times the largest models that are published; the weights alone are 400 TB.
@@ -21,8 +21,8 @@ class MixerSizes(NamedTuple):
     """The sizes of a mixer of tokens by the settings of a model.
 
     Attributes:
-      matrices: sides of the matrices of a block; norms, biases, sinks and convolutions are left
-        out.
+      matrices: sides of the matrices of a block, by its own settings (`pattern.settings_of`);
+        norms, biases, sinks and convolutions are left out.
       heads: the settings that `mesh.tensor` divides, by name.
     """
 
@@ -32,8 +32,8 @@ class MixerSizes(NamedTuple):
 
 def _grouped_matrices(model: ModelConfig) -> list[Matrix]:
     D, H, C = model.width, model.num_heads, model.head_width
-    keys = (D, model.num_kv_heads * C)
-    return [(D, H * C)] * (2 if model.attention_gate else 1) + [keys, keys, (H * C, D)]
+    keys = [(D, model.num_kv_heads * C)] * (1 if model.full_attention.keys_are_values else 2)
+    return [(D, H * C)] * (2 if model.attention_gate else 1) + [*keys, (H * C, D)]
 
 
 def _latent_matrices(model: ModelConfig) -> list[Matrix]:
@@ -55,26 +55,44 @@ def _delta_matrices(model: ModelConfig) -> list[Matrix]:
     return [(D, keys), (D, keys), (D, values), (D, values), of_head, of_head, (values, D)]
 
 
+def _kimi_matrices(model: ModelConfig) -> list[Matrix]:
+    D, linear = model.width, model.linear
+    keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
+    narrow = linear.value_width
+    gates = [(D, linear.value_heads), (D, narrow), (narrow, keys), (D, narrow), (narrow, values)]
+    return [(D, keys), (D, keys), (D, values), *gates, (values, D)]
+
+
+def _delta_heads(model: ModelConfig) -> dict[str, int]:
+    return {
+        "linear.key_heads": model.linear.key_heads,
+        "linear.value_heads": model.linear.value_heads,
+    }
+
+
+def _of_full(heads: int | None) -> dict[str, int]:
+    return {} if heads is None else {"full_attention.num_kv_heads": heads}
+
+
 MIXERS: dict[str, MixerSizes] = {
     "grouped": MixerSizes(
         _grouped_matrices,
-        lambda model: {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads},
-    ),
-    "latent": MixerSizes(_latent_matrices, lambda model: {"num_heads": model.num_heads}),
-    "gated_delta": MixerSizes(
-        _delta_matrices,
         lambda model: {
-            "linear.key_heads": model.linear.key_heads,
-            "linear.value_heads": model.linear.value_heads,
+            "num_heads": model.num_heads,
+            "num_kv_heads": model.num_kv_heads,
+            **_of_full(model.full_attention.num_kv_heads),
         },
     ),
+    "latent": MixerSizes(_latent_matrices, lambda model: {"num_heads": model.num_heads}),
+    "gated_delta": MixerSizes(_delta_matrices, _delta_heads),
+    "kimi_delta": MixerSizes(_kimi_matrices, _delta_heads),
 }
 
 
 def parameters_of(cfg: Config) -> int:
     """Returns a model's number of parameters without norms and biases."""
     model, moe, D = cfg.model, cfg.moe, cfg.model.width
-    mixers = [MIXERS[kind.mixer].matrices(model) for kind in block_kinds(model)]
+    mixers = [_matrices(model, kind) for kind in block_kinds(model)]
     dense = 3 * D * model.mlp_hidden
     hidden = moe.num_experts * moe.expert_hidden + moe.shared_width
     sparse = D * moe.num_experts + 3 * D * hidden
@@ -105,8 +123,12 @@ def attention_parameters(model: ModelConfig) -> float:
 def mean_of_mixers(model: ModelConfig, of: Callable[[list[Matrix]], int]) -> float:
     """Returns the mean over the blocks of a number that the matrices of a mixer have."""
     kinds = block_kinds(model)
-    numbers = {kind.mixer: of(MIXERS[kind.mixer].matrices(model)) for kind in set(kinds)}
-    return sum(numbers[kind.mixer] for kind in kinds) / len(kinds)
+    numbers = {kind: of(_matrices(model, kind)) for kind in set(kinds)}
+    return sum(numbers[kind] for kind in kinds) / len(kinds)
+
+
+def _matrices(model: ModelConfig, kind: BlockKind) -> list[Matrix]:
+    return MIXERS[kind.mixer].matrices(settings_of(model, kind.window))
 
 
 def _products(matrices: list[Matrix]) -> int:

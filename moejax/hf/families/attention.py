@@ -1,5 +1,6 @@
 """Parts of `config.json` about attention's heads, biases and norms."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,8 @@ from moejax.config.fields import short
 from moejax.errors import InputError
 from moejax.hf.families.parts import Config, Same, Settings, value_of, whole_number
 
+# Keys of heads in layers without a window, and their width where a file does not say.
+FULL, WIDE = ("global_head_dim", "num_global_key_value_heads"), 512
 KEY_VALUE_HEADS = Same("num_key_value_heads", "model.num_kv_heads", like="num_attention_heads")
 
 
@@ -164,6 +167,88 @@ class ScoreScale:
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         scale = settings["model.score_scale"]
         return {self.keys[0]: settings["model.head_width"] ** -0.5 if scale is None else scale}
+
+
+@dataclass(frozen=True)
+class RootScale:
+    """Embeddings times the root of their width (Gemma), without a key."""
+
+    keys: tuple[str, ...] = ()
+
+    def read(self, config: Config) -> dict[str, Any]:
+        return {"model.embedding_scale": whole_number(config, "hidden_size") ** 0.5}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        scale, root = settings["model.embedding_scale"], settings["model.width"] ** 0.5
+        if scale != root:
+            raise InputError(f"`model.embedding_scale` is {scale}. It is the width's root, {root}")
+        return {}
+
+
+@dataclass(frozen=True)
+class FullHeads:
+    """Heads of blocks without a window (Gemma 4), named for all of them, or layer by layer."""
+
+    keys: tuple[str, ...] = (
+        "global_head_dim",
+        "num_global_key_value_heads",
+        "attention_k_eq_v",
+        "per_layer_config",
+    )
+
+    def read(self, config: Config) -> dict[str, Any]:
+        own = full_heads(config)
+        own = {key: None if own[key] == config[key] else own[key] for key in own}
+        return {
+            "model.full_attention.head_width": own["head_dim"],
+            "model.full_attention.num_kv_heads": own["num_key_value_heads"],
+            "model.full_attention.keys_are_values": value_of(config, ("attention_k_eq_v",), False),
+        }
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        names = ("head_width", "num_kv_heads", "keys_are_values")
+        width, heads, shared = (settings[f"model.full_attention.{name}"] for name in names)
+        return {
+            "global_head_dim": width or settings["model.head_width"],
+            "num_global_key_value_heads": heads,
+            "attention_k_eq_v": shared,
+        }
+
+
+def full_heads(config: Config) -> dict[str, int]:
+    """Returns `head_dim` and `num_key_value_heads` of layers without a window (Gemma 4).
+
+    Raises:
+      InputError: if `per_layer_config`, which transformers writes, says anything else.
+    """
+    usual = {key: whole_number(config, key) for key in ("head_dim", "num_key_value_heads")}
+    given, wide, heads = map(config.get, ("per_layer_config", *FULL))
+    if given is None:
+        own = {"head_dim": WIDE if wide is None else wide}
+        if config.get("attention_k_eq_v") and heads is not None:
+            own["num_key_value_heads"] = heads
+        return _whole({**usual, **own})
+    types = enumerate(config.get("layer_types") or ())
+    full = sorted(str(index) for index, kind in types if kind == "full_attention")
+    layers = list(given.values()) if isinstance(given, Mapping) else []
+    own = layers[0] if layers and isinstance(layers[0], Mapping) else {}
+    known = set(usual).issuperset(own) and all(layer == own for layer in layers)
+    if not own or not known or sorted(map(str, given)) != full:
+        raise InputError(
+            f"`per_layer_config` is {short(given)}. moejax computes the same `head_dim` and "
+            "`num_key_value_heads` in each layer with full_attention in `layer_types`, and no "
+            "others. Choose another model."
+        )
+    if (wide, heads) != (None, None):
+        raise InputError(
+            f"`{FULL[0]}` or `{FULL[1]}` stands beside `per_layer_config`, and transformers reads "
+            "the latter alone. Remove one of them from config.json."
+        )
+    return _whole({**usual, **own})
+
+
+def _whole(numbers: dict[str, Any]) -> dict[str, int]:
+    return {key: whole_number(numbers, key) for key in numbers}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Parts of `config.json` that say how blocks differ: experts or dense, with a window or without."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from moejax.config.pattern import (
 )
 from moejax.config.schema import LinearConfig, ModelConfig
 from moejax.errors import InputError
-from moejax.hf.families.parts import Config, Same, Settings, whole_number
+from moejax.hf.families.parts import Config, Same, Settings, value_of, whole_number
 
 FIRST_DENSE = Same("first_k_dense_replace", "model.first_dense_layers")  # the others have experts
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -63,12 +63,25 @@ class MlpTypes:
     """MLPs of the blocks, which `mlp_layer_types` lists; without it the first alone is dense.
 
     Files name the number of dense blocks at the start too, which nothing else may contradict.
+
+    Attributes:
+      counts: whether that number says it where there is no list (Kimi Linear).
     """
 
+    counts: bool = False
     keys: tuple[str, ...] = ("mlp_layer_types", "first_k_dense_replace")
 
     def read(self, config: Config) -> dict[str, Any]:
-        mlps, first = mlp_types(config), config.get("first_k_dense_replace")
+        first = config.get("first_k_dense_replace")
+        if self.counts and first is not None and config.get("mlp_layer_types") is None:
+            if type(first) is not int or first < 0:
+                raise InputError(
+                    f"`first_k_dense_replace` is {short(first)}. It must be an integer of at least "
+                    "0. Correct config.json."
+                )
+            mlps = _first_dense(first, whole_number(config, "num_hidden_layers"))
+        else:
+            mlps = mlp_types(config)
         if "experts" not in mlps:
             raise InputError("no layer has experts. Correct `mlp_layer_types` in config.json.")
         if first is not None and mlps != _first_dense(first, len(mlps)):
@@ -254,6 +267,30 @@ class LayerTypes:
 
 
 @dataclass(frozen=True)
+class LastFull(LayerTypes):
+    """A window in all blocks but some, of which the last is one (Gemma 4).
+
+    Attributes:
+      every: each n-th block has none where the file does not say.
+    """
+
+    every: int = 6
+
+    def _types(self, config: Config) -> list[str]:
+        layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
+        if given is None:
+            given = [SLIDING if (index + 1) % self.every else FULL for index in range(layers)]
+        named = super()._types({**config, "layer_types": given})
+        types = [*named[:-1], FULL]  # whatever the file says of the last
+        if SLIDING not in types:
+            raise InputError(
+                f"`layer_types` has no {SLIDING}. moejax computes models of this family with "
+                "blocks of both kinds. Choose another model."
+            )
+        return types
+
+
+@dataclass(frozen=True)
 class LinearTypes:
     """Linear attention in some blocks, which `layer_types` lists, or all but each n-th.
 
@@ -295,3 +332,77 @@ class LinearTypes:
         return {
             "layer_types": [FULL if seen == "full" else LINEAR for seen in layer_attention(cfg)]
         }
+
+
+@dataclass(frozen=True)
+class KimiLayers:
+    """Linear attention in some blocks, by `layer_types` or by the lists of `linear_attn_config`.
+
+    Layers are counted from 1 in the lists. Sizes stand beside either.
+    """
+
+    keys: tuple[str, ...] = (
+        "layer_types",
+        "linear_attn_config",
+        "linear_head_dim",
+        "linear_num_heads",
+        "linear_conv_kernel_dim",
+    )
+    types = LinearTypes("kimi_delta")
+
+    def read(self, config: Config) -> dict[str, Any]:
+        inside = config.get("linear_attn_config", {})
+        names = dict(zip(INSIDE, self.keys[2:], strict=True))
+        if not isinstance(inside, Mapping) or not {*LISTS, *names}.issuperset(inside):
+            raise InputError(
+                f"`linear_attn_config` is {short(inside)}. moejax knows {', '.join(LISTS)}, "
+                f"{', '.join(names)} in it. Choose another model, or remove what changes nothing."
+            )
+        sizes = [
+            value_of({key: inside.get(key), name: config.get(name)}, (name, key), default)
+            for (key, name), default in zip(names.items(), (128, 32, 4), strict=True)
+        ]
+        width, heads, convolution = sizes
+        return {
+            **self.types.read({**config, "layer_types": _kimi_types(config, inside)}),
+            **dict.fromkeys(("model.linear.key_heads", "model.linear.value_heads"), heads),
+            **dict.fromkeys(("model.linear.key_width", "model.linear.value_width"), width),
+            "model.linear.convolution": convolution,
+        }
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        (types,) = self.types.write(settings, {}).values()
+        linear = {name: settings[f"model.linear.{name}"] for name in ("key_width", "key_heads")}
+        sizes = (*linear.values(), settings["model.linear.convolution"])
+        lists = [[i for i, t in enumerate(types, 1) if t == kind] for kind in (FULL, LINEAR)]
+        # In both forms: that of the authors' code, and that of transformers.
+        inside = dict(zip((*LISTS, *INSIDE), (*lists, *sizes), strict=True))
+        return dict(zip(self.keys, (types, inside, *sizes), strict=True))
+
+
+LISTS = ("full_attn_layers", "kda_layers")
+INSIDE = ("head_dim", "num_heads", "short_conv_kernel_size")
+
+
+def _kimi_types(config: Config, inside: Mapping[str, Any]) -> list[str]:
+    """Returns the type of each layer; without a list as transformers has them.
+
+    Raises:
+      InputError: if lists are not of these layers, or disagree.
+    """
+    layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
+    if set(LISTS).isdisjoint(inside):
+        default = [FULL if index and index % 4 == 0 else LINEAR for index in range(layers)]
+        return default if given is None else given
+    full, linear = (inside.get(name, []) for name in LISTS)
+    places = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
+    each = list(range(1, layers + 1))
+    once = all(type(place) is int for place in places) and sorted(places) == each
+    found = [FULL if place in full else LINEAR for place in each] if once else []
+    if not once or given not in (None, found):
+        raise InputError(
+            f"`linear_attn_config` has layers {short(full)} and {short(linear)}, `layer_types` is "
+            f"{short(given)}. They must name each of {layers} layers once, counted from 1, and "
+            "agree. Correct config.json."
+        )
+    return found

@@ -56,20 +56,25 @@ def has_dense_blocks(settings: Settings) -> bool:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """One shared expert of any width, behind a gate; here several experts, if it divides."""
+    """One shared expert of any width; here several experts, if it divides.
+
+    Attributes:
+      gate: whether a gate is behind it.
+    """
 
     keys: tuple[str, ...] = (SHARED_SIZE,)
+    gate: bool = True
 
     def read(self, config: Config) -> dict[str, Any]:
-        shared = whole_number(config, SHARED_SIZE)
+        shared = whole_number(config, self.keys[0])
         found = shortest_shared(shared, whole_number(config, "moe_intermediate_size"))
-        return {**found, "moe.shared_gate": True}
+        return {**found, "moe.shared_gate": self.gate}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         width = shared_width(settings)
         if not width:
             raise InputError("`moe.num_shared_experts` is 0. It has at least one")
-        return {SHARED_SIZE: width}
+        return {self.keys[0]: width}
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,16 @@ class Groups:
     """Groups of experts; a token chooses some of them.
 
     Attributes:
+      count: key of their number.
       switch: whether the key `topk_method` turns groups on (DeepSeek-V2).
     """
 
     switch: bool = False
+    count: str = "n_group"
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return ("n_group", "topk_group", *(("topk_method",) if self.switch else ()))
+        return (self.count, "topk_group", *(("topk_method",) if self.switch else ()))
 
     def read(self, config: Config) -> dict[str, Any]:
         if self.switch:
@@ -97,13 +104,13 @@ class Groups:
                     "group_limited_greedy. Choose another model."
                 )
         return {
-            "moe.router.num_groups": value_of(config, ("n_group",)),
+            "moe.router.num_groups": value_of(config, (self.count,)),
             "moe.router.groups_per_token": value_of(config, ("topk_group",)),
         }
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         groups = settings["moe.router.num_groups"]
-        keys = {"n_group": groups, "topk_group": settings["moe.router.groups_per_token"]}
+        keys = {self.count: groups, "topk_group": settings["moe.router.groups_per_token"]}
         if self.switch:
             keys["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
         return keys

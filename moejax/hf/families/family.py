@@ -13,6 +13,8 @@ from moejax.hf.families.experts import has_dense_blocks, shared_width, shortest_
 from moejax.hf.families.parts import NOISE, Always, Part, Same, Settings
 from moejax.hf.rules import Rule
 
+GELU = "gelu_pytorch_tanh"  # how files call it
+
 
 def stated(settings: Settings) -> dict[str, Any]:
     """Returns the values that keys of any family have for a model.
@@ -26,7 +28,7 @@ def stated(settings: Settings) -> dict[str, Any]:
         "qkv_bias": biases,
         "mlp_bias": False,
         "clip_qkv": None,
-        "hidden_activation": "silu",
+        "hidden_activation": GELU if settings["model.activation"] == "geglu" else "silu",
         "use_qk_norm": settings["model.qk_norm"] != "none",
         "use_sliding_window": settings["model.sliding_window"] is not None,
         "sliding_window": settings["model.sliding_window"],
@@ -171,6 +173,7 @@ class Family:
       model_types: other values of `model_type`.
       missing: values of missing keys whose part has no default.
       null: values of nulls by key; any other null of a key with a meaning is refused.
+      common: parts that families share.
       ahead: key with the number of layers after the last that predict further tokens; "": none.
       ahead_tensors: pattern of the names of their tensors, where these are not of a layer; "": they
         are. Such layers are left out.
@@ -187,6 +190,7 @@ class Family:
     model_types: tuple[str, ...] = ()
     missing: Mapping[str, Any] = field(default_factory=dict)
     null: Mapping[str, Any] = field(default_factory=dict)
+    common: tuple[Part, ...] = COMMON
     ahead: str = ""
     ahead_tensors: str = ""
     around: Around | None = None
@@ -194,7 +198,7 @@ class Family:
     @property
     def all_parts(self) -> tuple[Part, ...]:
         """All parts of `config.json`."""
-        return (*COMMON, *self.parts)
+        return (*self.common, *self.parts)
 
     def matches(self, config: Mapping[str, Any]) -> bool:
         """Returns whether a `config.json` is of this family."""
@@ -322,8 +326,23 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
         settings["model.rope_width"] = None
     if settings.get("model.value_width") == head:
         settings["model.value_width"] = None
+    settings |= _shortest_full(settings)
     settings |= {f"model.{name}": value for name, value in shortest(cfg.model).items()}
     return settings | shortest_shared(cfg.moe.shared_width, cfg.moe.expert_hidden)
+
+
+def _shortest_full(settings: Settings) -> dict[str, Any]:
+    """Returns the settings of blocks without a window that are those of other blocks, as none."""
+    usual = {"head_width": "head_width", "num_kv_heads": "num_kv_heads", "theta": "rope.theta"}
+    own = {
+        f"model.full_attention.{name}": None
+        for name, other in usual.items()
+        if settings[f"model.full_attention.{name}"] == settings[f"model.{other}"]
+    }
+    head = settings["model.full_attention.head_width"] or settings["model.head_width"]
+    if settings["model.full_attention.turned_channels"] == head:
+        own["model.full_attention.turned_channels"] = None
+    return own
 
 
 def differences(theirs: Config, ours: Config) -> list[tuple[str, Any, Any]]:

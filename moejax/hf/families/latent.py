@@ -1,11 +1,11 @@
 """Tables of families with latent attention; read `tables` first.
 
 Sources: DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3 models), Zhipu AI 2026
-(GLM-4.7-Flash).
+(GLM-4.7-Flash), Kimi Team 2025 (Kimi Linear).
 """
 
 from moejax.hf.families.attention import LatentHeads
-from moejax.hf.families.blocks import FIRST_DENSE, MlpTypes
+from moejax.hf.families.blocks import FIRST_DENSE, KimiLayers, MlpTypes
 from moejax.hf.families.experts import (
     CHOICES,
     PAPER,
@@ -22,11 +22,16 @@ from moejax.hf.families.tensors import (
     DENSE,
     EXPERTS,
     FUSED,
+    KIMI,
+    KIMI_EXPERTS,
     LATENT,
     NORMS,
     ROOT,
     SHARED,
+    UNPAIRED,
+    of_blocks,
     router,
+    selection_bias,
 )
 
 MLA = (
@@ -117,4 +122,47 @@ GLM4_MOE_LITE = Family(
     rules=(*BIASED, *LATENT),
     experts=(EXPERTS, FUSED),
     ahead="num_nextn_predict_layers",
+)
+
+KIMI_LINEAR = Family(
+    name="kimi_linear",
+    architecture="KimiLinearForCausalLM",
+    parts=(
+        LatentHeads(),
+        KimiLayers(),
+        MlpTypes(counts=True),
+        DenseHidden(),
+        SequenceBalance(default=PAPER),
+        Groups(count="num_expert_group"),
+        Same("num_experts_per_token", "moe.experts_per_token"),
+        Same("num_experts", "moe.num_experts"),
+        Same("num_shared_experts", "moe.num_shared_experts", positive=True),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("moe_renormalize", "moe.router.renormalize", default=True),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=2.446),
+        Always("attention_bias", False),
+        Always("mla_use_nope", True),
+        Always("moe_layer_freq", 1),
+        Always("num_nextn_predict_layers", 0),
+        Always("moe_router_activation_func", "sigmoid"),
+        Always("use_grouped_topk", True),
+    ),
+    implied={"model.positions": "none", "moe.router.score": "sigmoid"},
+    unused=("head_dim", "model_max_length", "rope_scaling", "rope_theta"),  # nothing rotates
+    missing={
+        "num_expert_group": 1,
+        "num_key_value_heads": 32,
+        "num_shared_experts": 1,
+        "topk_group": 1,
+    },
+    null={**NULLS, "mlp_layer_types": None},
+    rules=(
+        *ROOT,
+        *NORMS,
+        *of_blocks("latent", UNPAIRED),
+        *of_blocks("kimi_delta", KIMI),
+        *router("block_sparse_moe."),
+        *selection_bias("block_sparse_moe.gate.e_score_correction_bias"),
+    ),
+    experts=KIMI_EXPERTS,
 )

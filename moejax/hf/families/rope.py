@@ -11,7 +11,7 @@ from typing import Any
 
 from moejax.config.fields import short
 from moejax.errors import InputError
-from moejax.hf.families.attention import head_width
+from moejax.hf.families.attention import full_heads, head_width
 from moejax.hf.families.parts import Config, Settings
 
 NUMBERS = (int, float)
@@ -28,6 +28,9 @@ KINDS = {
     "llama3": (*STRETCHED, "low_freq_factor", "high_freq_factor"),
     "yarn": (*STRETCHED, "truncate", *NULLS),
 }
+# Kinds of positions in blocks without a window, where others have one.
+TURNED = {"default": (), "proportional": ("partial_rotary_factor", "factor")}
+FULL_ROPE = ("head_width", "theta", "turned_channels")
 # Settings below `model.rope` whose keys have another name.
 RENAMED = {
     "original_max_position_embeddings": "trained_length",
@@ -180,6 +183,80 @@ class AlphaRope(Rope):
         if plain and self.read(base)["model.rope.theta"] == settings["model.rope.theta"]:
             return {"rope_scaling": None} | own  # the same base may be said in two ways
         return super().write(settings, base)
+
+
+@dataclass(frozen=True)
+class TwoRopes:
+    """Rotary positions of blocks with a window, and of those without (Gemma 4).
+
+    In the latter some pairs of a whole head may turn (`proportional`).
+
+    Attributes:
+      thetas: bases where the file has no such object.
+      share: share of a head's pairs that turn without one.
+    """
+
+    thetas: tuple[float, float] = (10_000.0, 1_000_000.0)
+    share: float = 0.25
+    keys: tuple[str, ...] = ("rope_parameters",)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        given = config.get("rope_parameters")
+        if given is None:
+            given = self._said(self.thetas, self.share)
+        if not isinstance(given, Mapping) or sorted(given) != sorted(self._said((1, 1), 1)):
+            raise InputError(
+                f"`rope_parameters` is {short(given)}. It must have an object for "
+                "sliding_attention and one for full_attention. Correct config.json."
+            )
+        near = _kind_of(given, "sliding_attention", {"default": ()})
+        far = _kind_of(given, "full_attention", TURNED)
+        share = far.get("partial_rotary_factor", 1.0)
+        head = full_heads(config)["head_dim"]
+        turned = 2 * int(share * head // 2) if type(share) in NUMBERS and share <= 1 else 0
+        if turned < 2 or far.get("factor", 1) != 1:
+            raise InputError(
+                f"`rope_parameters` of full_attention are {short(dict(far))}. moejax computes a "
+                "`partial_rotary_factor` at which some pair turns, and a `factor` of 1. Choose "
+                "another model."
+            )
+        thetas = _number(near, "rope_theta"), _number(far, "rope_theta")
+        return {
+            "model.rope.theta": thetas[0],
+            "model.full_attention.theta": None if thetas[0] == thetas[1] else thetas[1],
+            "model.full_attention.turned_channels": None if turned == head else turned,
+        }
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        own = {name: settings[f"model.full_attention.{name}"] for name in FULL_ROPE}
+        head = own["head_width"] or settings["model.head_width"]
+        theta, turned = settings["model.rope.theta"], own["turned_channels"] or head
+        share = turned / head
+        share = share if 2 * int(share * head // 2) == turned else (turned + 0.5) / head
+        return {"rope_parameters": self._said((theta, own["theta"] or theta), share)}
+
+    def _said(self, thetas: tuple[float, float], share: float) -> dict[str, Any]:
+        far = {"rope_type": "proportional", "partial_rotary_factor": share}
+        return {
+            "sliding_attention": {"rope_type": "default", "rope_theta": thetas[0]},
+            "full_attention": {**far, "rope_theta": thetas[1]},
+        }
+
+
+def _kind_of(
+    given: Mapping[str, Any], blocks: str, kinds: Mapping[str, tuple[str, ...]]
+) -> Mapping[str, Any]:
+    """Returns the keys of positions of some blocks; refuses other kinds and unknown keys."""
+    own = given[blocks] if isinstance(given[blocks], Mapping) else {}
+    kind = str(own.get("rope_type"))
+    known = ("rope_type", "rope_theta", *kinds.get(kind, ()))
+    if kind not in kinds or not set(known).issuperset(own):
+        wanted = dict.fromkeys(("rope_theta", *(key for keys in kinds.values() for key in keys)))
+        raise InputError(
+            f"`rope_parameters` of {blocks} are {short(given[blocks])}. moejax computes the kinds "
+            f"{' and '.join(kinds)}, with the keys {', '.join(wanted)}. Choose another model."
+        )
+    return own
 
 
 def _share(rotated: int, head: int) -> float:

@@ -3,19 +3,27 @@
 Read Mixtral first. Families whose routers have a selection bias are in `biased`, those with latent
 attention in `latent`, those without experts in `dense`. Sources: Jiang et al. 2024 (Mixtral),
 Muennighoff et al. 2024 (OLMoE), Qwen team 2024 and 2025, OpenAI 2025 (gpt-oss), Tencent 2025
-(Hunyuan-A13B), Shi et al. 2025 (FlexOlmo), IBM 2024 (Granite 3).
+(Hunyuan-A13B), Shi et al. 2025 (FlexOlmo), IBM 2024 (Granite 3), Google 2026 (Gemma 4).
 """
 
-from moejax.hf.families.attention import KEY_VALUE_HEADS, BothBiases, HeadWidth, ScoreScale
+from moejax.hf.families.attention import (
+    KEY_VALUE_HEADS,
+    BothBiases,
+    FullHeads,
+    HeadWidth,
+    RootScale,
+    ScoreScale,
+)
 from moejax.hf.families.biased import DOTS1, ERNIE4_5_MOE, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
-from moejax.hf.families.blocks import LayerTypes, LinearTypes, OneWindow, SparseStep
+from moejax.hf.families.blocks import LastFull, LayerTypes, LinearTypes, OneWindow, SparseStep
 from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
-from moejax.hf.families.family import Around, Family
-from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from moejax.hf.families.family import COMMON, GELU, Around, Family
+from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_LINEAR
 from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
-from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope
+from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope, TwoRopes
 from moejax.hf.families.tensors import (
+    ALL_NORMS,
     DELTA,
     DELTA_APART,
     DENSE,
@@ -26,6 +34,7 @@ from moejax.hf.families.tensors import (
     NORMS,
     ROOT,
     SPARSE_EXPERTS,
+    fused_experts,
     mlp,
     of_blocks,
     router,
@@ -367,6 +376,89 @@ QWEN3_5_MOE = Family(
     ),
 )
 
+GEMMA4 = Family(
+    name="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    parts=(
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        FullHeads(),
+        TwoRopes(),
+        LastFull(),
+        BothBiases(),
+        RootScale(),
+        SharedExpert(keys=("intermediate_size",), gate=False),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("num_experts", "moe.num_experts"),
+        Same("top_k_experts", "moe.experts_per_token"),
+        Same("final_logit_softcapping", "model.logit_cap", default=None),
+        Always("hidden_activation", GELU),
+        Always("enable_moe_block", True),
+        Always("hidden_size_per_layer_input", 0),
+        Always("num_kv_shared_layers", 0),
+        Always("use_bidirectional_attention", None, others=("vision",)),  # in images alone
+    ),
+    common=tuple(part for part in COMMON if "hidden_act" not in part.keys),
+    implied={
+        "model.moe_every": 1,
+        "model.activation": "geglu",
+        "model.block_norm": "both",
+        "model.layer_scale": True,
+        "model.qk_norm": "head",
+        "model.value_norm": True,
+        "model.score_scale": 1.0,
+        "moe.own_norms": True,
+        "moe.expert_scale": True,
+        "moe.router.renormalize": True,
+    },
+    # The MLP is twice as wide in layers that take keys of others, of which there are none.
+    unused=("use_double_wide_mlp", "vocab_size_per_layer_input"),
+    missing={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 256,
+    },
+    null={
+        "final_logit_softcapping": None,
+        "layer_types": None,
+        "num_global_key_value_heads": None,
+        "rope_parameters": None,
+    },
+    rules=(
+        *ROOT,
+        *ALL_NORMS,
+        *GROUPED,
+        *mlp("mlp.", "moe"),
+        Rule("moe.w_router", "router.proj.weight", "E D"),
+        Rule("router_scale", "router.scale"),
+        Rule("moe.expert_scale", "router.per_expert_scale"),
+    ),
+    experts=(fused_experts(""),),
+    around=Around(
+        name="gemma4",
+        architecture="Gemma4ForConditionalGeneration",
+        prefix="model.language_model.",
+        others=r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+",
+        keys=(
+            "vision_config",
+            "audio_config",
+            "initializer_range",
+            "image_token_id",
+            "video_token_id",
+            "audio_token_id",
+            "boi_token_id",
+            "eoi_token_id",
+            "boa_token_id",
+            "eoa_token_id",
+            "eoa_token_index",
+            "vision_soft_tokens_per_image",
+        ),
+    ),
+)
+
 FAMILIES = (
     MIXTRAL,
     OLMOE,
@@ -391,4 +483,6 @@ FAMILIES = (
     QWEN3,
     QWEN3_NEXT,
     QWEN3_5_MOE,
+    KIMI_LINEAR,
+    GEMMA4,
 )

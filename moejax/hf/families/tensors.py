@@ -46,6 +46,9 @@ LATENT = (
     Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
 )
 
+# Nothing rotates, so no channels are paired (Kimi Linear).
+UNPAIRED = tuple(replace(rule, paired="") for rule in LATENT)
+
 # Queries of a head, then its gate.
 WITH_GATE = ("attention.w_q", "attention.w_gate")
 GATED = (
@@ -92,6 +95,23 @@ DELTA_APART = (
     Rule("attention.w_beta", "linear_attn.in_proj_b.weight", "H D"),
     Rule("attention.w_fade", "linear_attn.in_proj_a.weight", "H D"),
     *_DELTA,
+)
+
+KIMI = (
+    Rule("attention.w_q", "self_attn.q_proj.weight", "GC D"),
+    Rule("attention.w_k", "self_attn.k_proj.weight", "GC D"),
+    Rule("attention.w_v", "self_attn.v_proj.weight", "HC D"),
+    *(
+        Rule(own, f"self_attn.{own[-1]}_conv1d.weight", f"{dims} 1 X")
+        for own, dims in zip(_CONVOLVED, _DIMS, strict=False)
+    ),
+    Rule("attention.w_beta", "self_attn.b_proj.weight", "H D"),
+    Rule("attention.w_gate_down", "self_attn.g_a_proj.weight", "Z D"),
+    Rule("attention.w_gate_up", "self_attn.g_b_proj.weight", "HC Z"),
+    Rule("attention.log_rate", "self_attn.A_log", "1 1 H 1", wide=True),
+    Rule("attention.fade_bias", "self_attn.dt_bias", "HC", wide=True),
+    Rule("attention.scale", "self_attn.o_norm.weight"),
+    Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
 )
 
 # Multi-token prediction: a layer after the last, with norms and a projection of its own. Files of
@@ -149,6 +169,18 @@ def selection_bias(name: str) -> tuple[Rule, ...]:
     return (Rule("moe.bias", name, wide=True),)
 
 
+# Norms on both sides of attention, of the MLP and of the experts; one of their sum (Gemma 4).
+ALL_NORMS = (
+    Rule("attention_norm.scale", "input_layernorm.weight"),
+    Rule("attention_out_norm.scale", "post_attention_layernorm.weight"),
+    Rule("mlp_norm.scale", "pre_feedforward_layernorm.weight"),
+    Rule("shared_out_norm.scale", "post_feedforward_layernorm_1.weight"),
+    Rule("experts_norm.scale", "pre_feedforward_layernorm_2.weight"),
+    Rule("experts_out_norm.scale", "post_feedforward_layernorm_2.weight"),
+    Rule("mlp_out_norm.scale", "post_feedforward_layernorm.weight"),
+    Rule("layer_scale", "layer_scalar"),
+)
+
 DENSE = mlp("mlp.", "dense")
 SHARED = mlp("mlp.shared_experts.", "moe")
 EXPERTS = experts("mlp.", "gate_proj", "up_proj", "down_proj")
@@ -165,8 +197,27 @@ BIASED = (
     *AHEAD,
 )
 
+_SPARSE = experts("block_sparse_moe.", gate="w1", up="w3", down="w2")
 SPARSE_EXPERTS = (
-    experts("block_sparse_moe.", gate="w1", up="w3", down="w2"),
+    _SPARSE,
     fused_experts("block_sparse_moe."),
     fused_experts("mlp."),
+)
+
+
+def _kimi(dense: str, shared: str, fade: str) -> tuple[Rule, ...]:
+    return (
+        *mlp(dense, "dense"),
+        *mlp(f"{shared}shared_experts.", "moe"),
+        Rule("attention.w_fade_down", f"self_attn.{fade}f_a_proj.weight", "Z D"),
+        Rule("attention.w_fade_up", f"self_attn.{fade}f_b_proj.weight", "HC Z"),
+    )
+
+
+# As in released files; as transformers saves them, which renames dense MLPs too; and as its model
+# names them, for adapters.
+KIMI_EXPERTS = (
+    (*_kimi("mlp.", "block_sparse_moe.", ""), *_SPARSE),
+    (*_kimi("block_sparse_moe.", "block_sparse_moe.", ""), *_SPARSE),
+    (*_kimi("mlp.", "mlp.", "forget_gate."), *FUSED),
 )

@@ -1,16 +1,32 @@
-"""The gated activations of experts and MLPs: SwiGLU, and its clamped form.
+"""The gated activations of experts and MLPs: SwiGLU, its clamped form, and GEGLU.
 
-Per device. Legend: F hidden, W = 2 F: gate and up side by side; M rows of N numbers. Both compute
+Per device. Legend: F hidden, W = 2 F: gate and up side by side; M rows of N numbers. All compute
 in float32.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 # gate * sigmoid(1.702 * gate) is close to GELU. Source: Hendrycks and Gimpel 2016; gpt-oss.
 SLOPE = 1.702
+
+
+class Gate(NamedTuple):
+    """A gated activation.
+
+    Attributes:
+      kind: a value of `model.activation`.
+      limit: limit of clamped SwiGLU; None for others.
+    """
+
+    kind: str = "swiglu"
+    limit: float | None = None
+
+
+SWIGLU = Gate()
 
 
 @jax.custom_vjp
@@ -39,15 +55,38 @@ def row_dots(x_MN: jax.Array, y_MN: jax.Array) -> jax.Array:
     return jnp.sum(x_MN.astype(jnp.float32) * y_MN.astype(jnp.float32), axis=-1, keepdims=True)
 
 
-def activate(h: jax.Array, limit: float | None) -> jax.Array:
-    """Returns [..., F] of h [..., W]: SwiGLU, or with a limit clamped SwiGLU."""
-    return swiglu(h) if limit is None else clamped_swiglu(limit, h)
+def activate(h: jax.Array, gate: Gate) -> jax.Array:
+    """Returns [..., F] of h [..., W]."""
+    if gate.kind == "geglu":
+        return geglu(h)
+    return swiglu(h) if gate.limit is None else clamped_swiglu(gate.limit, h)
 
 
 def swiglu(h: jax.Array) -> jax.Array:
     """Returns silu(gate) * up."""
     gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(h.dtype)
+
+
+@jax.custom_vjp
+def geglu(h: jax.Array) -> jax.Array:
+    """Returns gelu(gate) * up, with the form of GELU by tanh. For backward only `h` is kept.
+
+    Sources: Shazeer 2020; Hendrycks and Gimpel 2016.
+    """
+    return _geglu(h)
+
+
+def _geglu(h: jax.Array) -> jax.Array:
+    gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.gelu(gate, approximate=True) * up).astype(h.dtype)
+
+
+def _geglu_backward(h, gradient):
+    return jax.vjp(_geglu, h)[1](gradient)
+
+
+geglu.defvjp(lambda h: (geglu(h), h), _geglu_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

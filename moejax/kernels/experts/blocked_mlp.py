@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.kernels.costs import jitted
-from moejax.kernels.experts.activation import activate, row_dots
+from moejax.kernels.experts.activation import SWIGLU, Gate, activate, row_dots
 from moejax.kernels.experts.expert_weights import (
     ExpertWeights,
     Factors,
@@ -55,11 +55,11 @@ class MlpForm(NamedTuple):
     """The static settings of the experts.
 
     Attributes:
-      limit: limit of clamped SwiGLU; None for SwiGLU.
+      gate: the activation.
       met: groups that are likely to have rows, for the price; None for all.
     """
 
-    limit: float | None = None
+    gate: Gate = SWIGLU
     met: int | None = None
 
 
@@ -111,7 +111,7 @@ def _named(which: str, function: Callable, weights: ExpertWeights, x_MD, form: M
     if which == "backward" and any(ranks):
         which = "frozen"
     sizes = (M, D, F, form.met or G, *(ranks if any(ranks) else ()))
-    return jitted(function, f"experts_{which}", *sizes, limit=form.limit)
+    return jitted(function, f"experts_{which}", *sizes, gate=form.gate)
 
 
 def rows_computed(rows: float, M: int) -> float:
@@ -134,18 +134,18 @@ def blocked_mlp(
     return _named("forward", _only_forward, weights, x_MD, form)(x_MD, weights, sizes_G)
 
 
-def _only_forward(x_MD, weights, sizes_G, *, limit):
+def _only_forward(x_MD, weights, sizes_G, *, gate):
     def by_blocks():
-        return _compute_rows(x_MD, weights, sizes_G, None, limit)[0]
+        return _compute_rows(x_MD, weights, sizes_G, None, gate)[0]
 
     few = x_MD.shape[0] <= FEW_ROWS * sizes_G.shape[0]
     if not (few and takes_few_rows(x_MD, weights.w_out)):
         return by_blocks()
-    read_once = partial(_few_rows, x_MD, weights, sizes_G, limit)
+    read_once = partial(_few_rows, x_MD, weights, sizes_G, gate)
     return lax.platform_dependent(cpu=read_once, default=by_blocks)
 
 
-def _few_rows(x_MD: jax.Array, weights: ExpertWeights, sizes_G: jax.Array, limit) -> jax.Array:
+def _few_rows(x_MD: jax.Array, weights: ExpertWeights, sizes_G: jax.Array, gate) -> jax.Array:
     """The forward pass of so few rows that reading the weights takes longer: [M, D] -> [M, D]."""
     weights = flat(weights)
 
@@ -157,7 +157,7 @@ def _few_rows(x_MD: jax.Array, weights: ExpertWeights, sizes_G: jax.Array, limit
         return y_MY if bias_GY is None else add_bias(y_MY, bias_GY, sizes_G)
 
     h_MW = multiply(x_MD, weights.w_in, weights.in_adapter, weights.b_in)
-    return multiply(activate(h_MW, limit), weights.w_out, weights.out_adapter, weights.b_out)
+    return multiply(activate(h_MW, gate), weights.w_out, weights.out_adapter, weights.b_out)
 
 
 def multiply_few_rows(
@@ -202,18 +202,18 @@ def _blocked_forward(form, x_MD, weights, sizes_G, one_M1):
     return y_MD, (x_MD, h_MW, weights, sizes_G, one_M1)
 
 
-def _rows_forward(x_MD, weights, sizes_G, *, limit):
+def _rows_forward(x_MD, weights, sizes_G, *, gate):
     h_MW = jnp.zeros((x_MD.shape[0], 2 * weights.w_out.shape[1]), x_MD.dtype)
-    return _compute_rows(x_MD, weights, sizes_G, h_MW, limit)
+    return _compute_rows(x_MD, weights, sizes_G, h_MW, gate)
 
 
-def _compute_rows(x_MD, weights, sizes_G, h_MW, limit):
+def _compute_rows(x_MD, weights, sizes_G, h_MW, gate):
     """Returns the forward result, and gate and up of the hidden layer unless `h_MW` is None."""
 
     def compute(block: RowBlock, carry, w: ExpertWeights):
         y_MD, h_MW = carry
         h_BW = block.biased(times(block.rows(x_MD), w.w_in, w.in_adapter), w.b_in)
-        y_BD = times(activate(h_BW, limit), w.w_out, w.out_adapter)
+        y_BD = times(activate(h_BW, gate), w.w_out, w.out_adapter)
         y_MD = block.write(y_MD, block.biased(y_BD, w.b_out))
         return y_MD, None if h_MW is None else block.write(h_MW, h_BW)
 
@@ -237,14 +237,14 @@ def _add_gradients(form, saved, dy_MD, sums):
     return dx_MD, dots_M1, sums
 
 
-def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1, *, limit):
+def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1, *, gate):
     """Returns gradients of rows and ones, and `sums` plus the trained weights' gradients."""
     M = dy_MD.shape[0]
 
     def compute(block: RowBlock, carry, w: ExpertWeights):
         (dx_MD, dots_M1), dw = carry
         dy_BD = block.rows(dy_MD)
-        a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MW))
+        a_BF, pull = jax.vjp(partial(activate, gate=gate), block.rows(h_MW))
         da_BF = times_transposed(dy_BD, w.w_out, w.out_adapter)
         dh_BW = pull(da_BF)[0]
         if dots_M1 is not None:

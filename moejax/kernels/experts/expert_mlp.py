@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
-from moejax.kernels.experts.activation import activate, with_dots
+from moejax.kernels.experts.activation import SWIGLU, Gate, activate, with_dots
 from moejax.kernels.experts.blocked_mlp import MlpForm, blocked_mlp, blocked_mlp_adding
 from moejax.kernels.experts.expert_weights import ExpertWeights, Factors, flat
 from moejax.kernels.experts.grouped_matmul import (
@@ -41,7 +41,7 @@ def expert_mlp(
     implementation: str,
     biases: Biases | None = None,
     adapters: tuple[Factors | None, Factors | None] = (None, None),
-    limit: float | None = None,
+    gate: Gate = SWIGLU,
     one_M1: Float[Array, "M 1"] | None = None,
     schedule: tuple[Int[Array, "C ..."], int] | None = None,
 ) -> Float[Array, "M D"]:
@@ -57,23 +57,23 @@ def expert_mlp(
       biases: float32, added to the first product before the activation, and to the second.
       adapters: adapters of both weights; weights and biases are then frozen. They are a [G, K, A]
         and b [G, A, ...] with products of their own, added to the weight's.
-      limit: limit of clamped SwiGLU; None for SwiGLU.
+      gate: the activation.
       one_M1: ones, which are not multiplied. Their gradient is each row's result times the gradient
         of that result, float32: found from the hidden layer, without the results.
       schedule: schedules of all C chunks, from `schedule_experts`, and this chunk's number.
     """
-    plain = biases is None and limit is None and adapters == (None, None)
+    plain = biases is None and gate == SWIGLU and adapters == (None, None)
     if implementation == "mosaic" and plain:
         if schedule is None:
             schedule = schedule_experts(sizes_G, x_MD.shape[0])[None], 0
         return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, one_M1, *schedule)
     weights = ExpertWeights(w_in_GDUF, w_out_GFD, *(biases or (None, None)), *adapters)
     if implementation == "blocked":
-        return blocked_mlp(MlpForm(limit), x_MD, weights, sizes_G, one_M1)
+        return blocked_mlp(MlpForm(gate), x_MD, weights, sizes_G, one_M1)
     weights = flat(weights)
     multiply = partial(_multiply, sizes_G=sizes_G, implementation=implementation)
     # Backward keeps the activation's operand alone, instead of float32 values between.
-    activated = jax.checkpoint(partial(activate, limit=limit), prevent_cse=False)
+    activated = jax.checkpoint(partial(activate, gate=gate), prevent_cse=False)
     h_MW = multiply(x_MD, weights.w_in, weights.in_adapter)
     if biases is not None:
         h_MW = add_bias(h_MW, weights.b_in, sizes_G)
@@ -120,7 +120,7 @@ def expert_mlp_adding(
     sums: ExpertWeights,
     sizes_G: jax.Array,
     *,
-    limit: float | None = None,
+    gate: Gate = SWIGLU,
     met: int | None = None,
     one_M1: jax.Array | None = None,
 ) -> tuple[jax.Array, ExpertWeights]:
@@ -136,4 +136,4 @@ def expert_mlp_adding(
       met: groups that are likely to have rows, for the price; None for all.
       one_M1: as in `expert_mlp`.
     """
-    return blocked_mlp_adding(MlpForm(limit, met), x_MD, weights, sums, sizes_G, one_M1)
+    return blocked_mlp_adding(MlpForm(gate, met), x_MD, weights, sums, sizes_G, one_M1)

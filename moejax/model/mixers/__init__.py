@@ -1,4 +1,4 @@
-"""The mixers of tokens, one file each: what takes information from position to position.
+"""The mixers of tokens, a file for each kind: what takes information from position to position.
 
 Read in this order: `interface` (what a block, a cache and counts ask of each), `attention`,
 `latent`, `delta`. `model.block` has the table of them.

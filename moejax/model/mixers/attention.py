@@ -19,13 +19,15 @@ from moejax.kernels.costs import causal_pairs
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model import context
-from moejax.model.layers import model_norm
+from moejax.model.layers import model_norm, normalised
 from moejax.model.mixers.interface import CacheArray, CacheSize
 from moejax.model.rope import Angles, rotate, scale_of_scores
 
 
 class Attention(nnx.Module):
     """Attention with rotary positions and optional biases, sinks, QK-norm and output gate.
+
+    Takes settings as its block has them (`config.pattern.settings_of`).
 
     Attributes:
       window: positions that a query sees back, itself included; None: all.
@@ -38,14 +40,17 @@ class Attention(nnx.Module):
         self.cfg, self.window, self.spec = cfg, window, spec
         self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
         self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
-        self.w_v = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
+        self.has_values = not cfg.full_attention.keys_are_values
+        if self.has_values:
+            self.w_v = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
         self.w_o = nnx.Param(out(rngs.params(), (H, C, D)), dims="HCD")
         if cfg.attention_gate:
             self.w_gate = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
         if cfg.attention_bias:
             self.b_q = nnx.Param(jnp.zeros((H, C)), dims="HC")
             self.b_k = nnx.Param(jnp.zeros((G, C)), dims="GC")
-            self.b_v = nnx.Param(jnp.zeros((G, C)), dims="GC")
+            if self.has_values:
+                self.b_v = nnx.Param(jnp.zeros((G, C)), dims="GC")
         if cfg.attention_output_bias:
             self.b_o = nnx.Param(jnp.zeros((D,)), dims="D")
         if cfg.attention_sinks:
@@ -134,19 +139,25 @@ class Attention(nnx.Module):
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
         q_BTHC = project_to_heads(x_BTD, self.w_q, self.spec)
         k_BSGC = project_to_heads(x_BTD, self.w_k, self.spec)
-        v_BSGC = project_to_heads(x_BTD, self.w_v, self.spec)
         if self.cfg.attention_bias:
             q_BTHC = self._biased(q_BTHC, self.b_q)
             k_BSGC = self._biased(k_BSGC, self.b_k)
-            v_BSGC = self._biased(v_BSGC, self.b_v)
+        v_BSGC = self._values(x_BTD) if self.has_values else k_BSGC
+        if self.cfg.value_norm:
+            v_BSGC = normalised(v_BSGC, self.cfg.norm_epsilon)
         if self.cfg.qk_norm in ("head", "full"):
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
-        q_BTHC, k_BSGC = rotate(q_BTHC, angles), rotate(k_BSGC, angles)
+        turns = angles.of(self.window)
+        q_BTHC, k_BSGC = rotate(q_BTHC, turns), rotate(k_BSGC, turns)
         if self.cfg.qk_norm == "rotated":
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
         gated = self.cfg.attention_gate
         gate_BTHC = project_to_heads(x_BTD, self.w_gate, self.spec) if gated else None
         return q_BTHC, k_BSGC, v_BSGC, gate_BTHC
+
+    def _values(self, x_BTD: jax.Array) -> jax.Array:
+        v_BSGC = project_to_heads(x_BTD, self.w_v, self.spec)
+        return self._biased(v_BSGC, self.b_v) if self.cfg.attention_bias else v_BSGC
 
     def _form(self) -> dict[str, Any]:
         """Returns the arguments of attention besides queries, keys and values."""

@@ -30,7 +30,7 @@ from moejax.model import context
 from moejax.model.layers import RMSNorm
 from moejax.model.mixers.attention import Attention, project_from_heads, project_to_heads
 from moejax.model.mixers.interface import CacheArray, CacheSize
-from moejax.model.rope import Angles, rotate, scale_of_scores
+from moejax.model.rope import Angles, Turns, rotate, scale_of_scores
 
 # Epsilon of the norms of latents: DeepSeek's code has it whatever the model's other norms take.
 LATENT_EPSILON = 1e-6
@@ -156,14 +156,14 @@ class LatentAttention(nnx.Module):
     def _queries(self, q_BTZ: jax.Array, angles: Angles) -> jax.Array:
         """Returns rotated queries of their source."""
         w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
-        return rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles)
+        return rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles.full)
 
     def _in_context(self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles) -> jax.Array:
         """`__call__` where devices share sequences: they exchange latents, expand those seen."""
         spec, layout = self.spec, self.spec.layout
         q_BTHC = self._queries(enter_tensor(self._query_source(x_BtD), layout), angles)
         latent_BtZ, rotated_BtR = self._key_value_source(split_positions(x_BtD, layout))
-        cos, sin = (own_positions(a[None], layout)[0] for a in angles)
+        cos, sin = (own_positions(a[None], layout)[0] for a in angles.full)
         key_BtR = rotate(rotated_BtR[:, :, None], (cos, sin))[:, :, 0]
         sources = jnp.concatenate([latent_BtZ, key_BtR], axis=-1)
         seen_BSZ = context.see(sources, reach_of(self.window, layout), spec, over_tensor=True)
@@ -181,7 +181,7 @@ class LatentAttention(nnx.Module):
         """Expands keys, rotated, and values for every head."""
         # In float32, because its gradient is a sum over heads.
         rotated_BT1R = projected.rotated_BTR[:, :, None].astype(jnp.float32)
-        return self._expand(projected.latent_BTZ, rotate(rotated_BT1R, angles)[:, :, 0])
+        return self._expand(projected.latent_BTZ, rotate(rotated_BT1R, angles.full)[:, :, 0])
 
     def _expand(self, latent_BSZ: jax.Array, key_BSR: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Expands keys and values for every head; the rotated key is appended to each head's."""
@@ -204,7 +204,7 @@ class LatentAttention(nnx.Module):
 
 def _kept(projected: Projected, angles: Angles) -> jax.Array:
     """Returns the cache's entry for each position: the latent, then the rotated key."""
-    rotated_BT1R = rotate(projected.rotated_BTR[:, :, None], angles)
+    rotated_BT1R = rotate(projected.rotated_BTR[:, :, None], angles.full)
     return jnp.concatenate([projected.latent_BTZ, rotated_BT1R[:, :, 0]], axis=-1)
 
 
@@ -241,10 +241,10 @@ def split_last(x: jax.Array, count: int) -> list[jax.Array]:
     return jnp.split(x, [x.shape[-1] - count], axis=-1)
 
 
-def rotate_last(q_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T H C"]:
+def rotate_last(q_BTHC: Float[Array, "B T H C"], turns: Turns) -> Float[Array, "B T H C"]:
     """Rotates the last channels of each head, as many as there are angles for."""
-    plain, rotated = split_last(q_BTHC, 2 * angles[0].shape[-1])
-    return jnp.concatenate([plain, rotate(rotated, angles)], axis=-1)
+    plain, rotated = split_last(q_BTHC, 2 * turns[0].shape[-1])
+    return jnp.concatenate([plain, rotate(rotated, turns)], axis=-1)
 
 
 def append_key(

@@ -2,7 +2,7 @@
 
 import itertools
 
-from moejax.config.schema import Config, ModelConfig
+from moejax.config.schema import Config, FullAttentionConfig, ModelConfig
 from moejax.plan.others.translation import SHAPE, Gap, Option, Value
 
 
@@ -130,11 +130,19 @@ def model_gaps(cfg: Config) -> list[Gap]:
         f"rotary scaling {model.rope.scaling}": model.rope.scaling != "none",
         "RMSNorm of queries and keys over all heads": model.qk_norm == "full",
         "RMSNorm of queries and keys behind rotary positions": model.qk_norm == "rotated",
-        "norms behind attention and MLP": model.block_norm == "after",
+        "norms behind attention and MLP": model.block_norm != "before",
+        "norms of experts, router and shared experts each": cfg.moe.own_norms,
+        "norms of values": model.value_norm,
+        "other heads in blocks without a window": model.full_attention != FullAttentionConfig(),
+        "factors of blocks": model.layer_scale,
+        "factors of experts": cfg.moe.expert_scale,
+        "cap on logits": model.logit_cap is not None,
         "factors on embeddings, residuals, scores or logits": model.score_scale is not None
         or {model.embedding_scale, model.residual_scale, model.logit_divisor} != {1.0},
         "sliding window": model.sliding_window is not None,
-        "clamped SwiGLU": model.activation != "swiglu",
+        f"linear attention {model.linear.form}": model.is_linear,
+        "attention without positions": not model.rotates,
+        {"geglu": "GEGLU"}.get(model.activation, "clamped SwiGLU"): model.activation != "swiglu",
         "biases of experts, router or attention's output": cfg.moe.expert_bias
         or cfg.moe.router_bias
         or model.attention_output_bias,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from moejax.config.checks.size import attention_parameters, mean_of_mixers
-from moejax.config.pattern import block_kinds, layer_groups
+from moejax.config.pattern import block_kinds, layer_groups, settings_of
 from moejax.config.schema import Config, ModelConfig
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.model.block import MIXERS
@@ -231,8 +231,8 @@ class Estimate:
         model, schedule = self.cfg.model, self.schedule
         if schedule.slices == 1:
             return 0.0
-        heads = model.num_heads if model.is_latent else model.num_kv_heads
-        channels = heads * (model.head_width + model.value_channels)
+        channels = model.num_heads * (model.head_width + model.value_channels)
+        channels = channels if model.is_latent else _keys_of(model)
         each = self.tokens * channels * model.blocks / self.stages
         each /= self.layout.size(self.layout.tensor)
         return each * (WIDTHS[model.dtype] * schedule.saved_groups[0] + 4)
@@ -373,8 +373,7 @@ class Estimate:
         seen = self.tokens * layout.size(layout.context)
         if model.is_latent:
             return seen * ((model.kv_latent or 0) + model.rotated_channels)
-        channels = model.num_kv_heads * (model.head_width + model.value_channels)
-        return seen * channels / layout.size(layout.tensor)
+        return seen * _keys_of(settings_of(model, None)) / layout.size(layout.tensor)
 
     def _full_blocks(self) -> float:
         """Returns the share of the blocks that have no window."""
@@ -421,7 +420,15 @@ class Estimate:
 @lru_cache(maxsize=16)
 def _mixers(model: ModelConfig, length: int) -> tuple[float, float]:
     """Returns a block's mean of `Mixer.channels`, and of FLOPs forward a token, without windows."""
-    mixers = [MIXERS[kind.mixer] for kind in block_kinds(model)]
-    channels = sum(mixer.channels(model) for mixer in mixers)
-    flops = sum(mixer.flops(model, length, None) for mixer in mixers)
+    kinds = block_kinds(model)
+    mixers = [(MIXERS[kind.mixer], settings_of(model, kind.window)) for kind in kinds]
+    channels = sum(mixer.channels(own) for mixer, own in mixers)
+    flops = sum(mixer.flops(own, length, None) for mixer, own in mixers)
     return channels / len(mixers), flops / len(mixers) / length
+
+
+def _keys_of(model: ModelConfig) -> float:
+    """Returns the channels of keys and values of grouped attention, a mean over the blocks."""
+    owns = [settings_of(model, kind.window) for kind in block_kinds(model)]
+    each = [own.num_kv_heads * (own.head_width + own.value_channels) for own in owns]
+    return sum(each) / len(each)

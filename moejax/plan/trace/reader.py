@@ -295,7 +295,9 @@ def _has_rounds(jaxpr: Any) -> bool:
 
 def _scope_names(eqn: Any) -> Scope:
     """Returns the named scopes of an equation, outermost first."""
-    return tuple(re.findall(r"[A-Za-z_]\w*", str(eqn.source_info.name_stack)))
+    # `jnp.einsum` makes one of its letters, which says nothing.
+    names = re.sub(r"[\w,]+->\w*", "", str(eqn.source_info.name_stack))
+    return tuple(re.findall(r"[A-Za-z_]\w*", names))
 
 
 def _labels(scope: Scope) -> tuple[str, bool]:

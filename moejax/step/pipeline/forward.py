@@ -70,8 +70,8 @@ def _nats(staged: StagedModel, function: Callable[..., jax.Array]) -> jax.Array:
 
     def nats(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
         x_BTD, w_Dv = head.final(y_BtD)
-        target_BT, chunk_tokens = head.targets(k, jnp.int32(0)), model.chunk_tokens
-        return function(x_BTD, w_Dv, target_BT, model.layout, chunk_tokens=chunk_tokens)
+        form = {"chunk_tokens": model.chunk_tokens, "cap": model.cfg.model.logit_cap}
+        return function(x_BTD, w_Dv, head.targets(k, jnp.int32(0)), model.layout, **form)
 
     return forward_through_stages(staged, nats)
 
@@ -111,7 +111,8 @@ def logits_after(
     def last_logits(y_BtD: jax.Array, _: jax.Array) -> jax.Array:
         x_BTD, w_Dv = head.final(y_BtD)
         last_BD = jnp.sum(jnp.where(is_last_BT[..., None], x_BTD, 0), axis=1)
-        return logits(wire.all_reduce(last_BD, layout.stage + layout.context, tag=None), w_Dv)
+        last_BD = wire.all_reduce(last_BD, layout.stage + layout.context, tag=None)
+        return logits(last_BD, w_Dv, model.cfg.model.logit_cap)
 
     logits_PBv = forward_through_stages(staged, last_logits)
     logits_Bv = jax.lax.dynamic_index_in_dim(logits_PBv, staged.stage_index, keepdims=False)

@@ -108,6 +108,7 @@ class OutputHead:
                 micro_batches=staged.micro_batches,
                 layout=staged.layout,
                 chunk_tokens=staged.model.chunk_tokens,
+                cap=staged.model.cfg.model.logit_cap,
                 ahead=ahead,
             )
         return loss + router_loss, HeadParts(parts.nll, parts.ahead, router)

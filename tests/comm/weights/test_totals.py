@@ -19,7 +19,7 @@ from moejax.comm.weights.gather import empty_totals, gather_float32, replicated_
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals, residual_shapes
 from moejax.comm.weights.shard import attach
 from moejax.config.schema import CompressionConfig
-from tests.cases import small_config, step_for
+from tests.cases import part_of, small_config, step_for
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
@@ -93,8 +93,9 @@ def mapped(step, dims, parts, param):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", ["DHC", "EDUF", "VD", "D"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dims"), part_of([(case,) for case in CASES], ["DHC", "EDUF", "VD", "D"], parts=4)
+)
 def test_parts_give_the_bits_of_their_sum(case, dims):
     step = train_step(*case)
     one, several = gradients(step, dims, 1), gradients(step, dims, PARTS)

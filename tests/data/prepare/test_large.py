@@ -29,7 +29,7 @@ def test_memory_does_not_grow_with_a_text_file(tmp_path, format):
         text.write_bytes(b"some words. \r\n  " * (pieces * documents.PIECE // 16))
         out = (f"--out={tmp_path}/{pieces}", f"--format={format}", "--eval-fraction=0")
         command = [sys.executable, "-c", program, str(text), *out]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout) << 10)
         found = _open(tmp_path / str(pieces), format, splits=("train",)).train

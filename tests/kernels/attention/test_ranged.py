@@ -41,9 +41,9 @@ def dense(q, k, v, sinks, seen, scale, dy):
     return y, d_q, d_k, d_v, -np.sum(sink * mean, axis=(0, 2, 3))
 
 
-@few(7)
+@few(3)
 @given(
-    length=st.sampled_from([1, 5, 66, 130]),
+    length=st.sampled_from([1, 66, 130]),
     queries=st.sampled_from([1, 7, 70]),
     cuts=st.lists(st.floats(0, 1), max_size=3),
     window=st.sampled_from([None, 1, 6, 90]),

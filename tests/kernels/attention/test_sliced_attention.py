@@ -29,7 +29,7 @@ def by_slices(arrays, segment, slices, sinks, **form):
     return jnp.concatenate(results, axis=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @few(8)
 @given(
     slices=st.sampled_from([1, 2, 3, 4]),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moejax.kernels.costs import named_cost
 from moejax.kernels.experts import blocked_mlp
-from moejax.kernels.experts.activation import activate
+from moejax.kernels.experts.activation import Gate, activate
 from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
 from moejax.kernels.experts.expert_weights import ExpertWeights, Factors
 from moejax.kernels.experts.grouped_matmul_e4m3 import grouped_matmul_e4m3
@@ -81,7 +81,10 @@ def test_few_rows_without_gradients_read_the_weights_of_their_groups_alone(
     counts = jnp.asarray(sizes, jnp.int32)
     rng = np.random.default_rng(1)
     biases = (rng.standard_normal((4, 2, 4)), rng.standard_normal((4, 6)))
-    form = {"biases": tuple(jnp.asarray(b, jnp.float32) for b in biases), "limit": 1.0}
+    form = {
+        "biases": tuple(jnp.asarray(b, jnp.float32) for b in biases),
+        "gate": Gate("clamped_swiglu", 1.0),
+    }
     form = form if biased else {}
     want = expert_mlp(x, w_in, w_out, counts, implementation="reference", **form)
     unread = [w.at[jnp.flatnonzero(counts == 0)].set(np.nan) for w in (w_in, w_out)]
@@ -195,6 +198,7 @@ def test_the_rows_that_are_computed_are_those_of_the_blocks(rows):
 
 # Of random numbers some lie at it, and more beyond.
 LIMIT = 1.5
+PLAIN, CLAMPED, GEGLU = Gate(), Gate("clamped_swiglu", LIMIT), Gate("geglu")
 
 
 def with_biases(sizes, spare_rows, dtype=np.float32):
@@ -208,7 +212,7 @@ def with_biases(sizes, spare_rows, dtype=np.float32):
     return x, jnp.asarray(w_in), w_out, jnp.asarray(b_in), jnp.asarray(b_out), gradient
 
 
-def one_by_one(sizes, limit, x, w_in, w_out, b_in=None, b_out=None):
+def one_by_one(sizes, activation, x, w_in, w_out, b_in=None, b_out=None):
     """Each group on its own, in plain jax.numpy."""
     parts, start = [], 0
     for g, size in enumerate(sizes):
@@ -216,7 +220,10 @@ def one_by_one(sizes, limit, x, w_in, w_out, b_in=None, b_out=None):
         gate, up = rows @ w_in[g, :, 0], rows @ w_in[g, :, 1]
         if b_in is not None:
             gate, up = gate + b_in[g, 0], up + b_in[g, 1]
-        if limit is None:
+        limit = activation.limit
+        if activation == GEGLU:
+            hidden = gate * up * jax.nn.sigmoid(1.59576912 * gate + 0.07135481 * gate**3)
+        elif limit is None:
             hidden = gate * up / (1 + jnp.exp(-gate))
         else:
             # The gradient at the limit is that of the value, not of the limit.
@@ -232,7 +239,7 @@ def test_the_gradient_of_ones_counts_the_output_bias_too():
     """It is the product of the row's result and that result's gradient: of a router's weight."""
     sizes = [2, 0, 1]
     x, w_in, w_out, b_in, b_out, gradient = with_biases(sizes, 0)
-    form = {"implementation": "blocked", "limit": LIMIT, "biases": (b_in, b_out)}
+    form = {"implementation": "blocked", "gate": CLAMPED, "biases": (b_in, b_out)}
     counts, ones = jnp.asarray(sizes, jnp.int32), jnp.ones((3, 1))
 
     def result(one_M1):
@@ -242,7 +249,7 @@ def test_the_gradient_of_ones_counts_the_output_bias_too():
     def pulled(one_M1):
         return jax.vjp(result, one_M1)[1](gradient)[0]
 
-    y = one_by_one(sizes, LIMIT, x, w_in, w_out, b_in, b_out)
+    y = one_by_one(sizes, CLAMPED, x, w_in, w_out, b_in, b_out)
     np.testing.assert_allclose(pulled(ones)[:, 0], (y * gradient).sum(axis=1), rtol=1e-4, atol=1e-4)
 
 
@@ -256,21 +263,25 @@ def factors(shapes, dtype=np.float32):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("implementation", "limit", "biased", "adapted"),
+    ("implementation", "activation", "biased", "adapted"),
     [
-        ("blocked", None, False, ""),
-        ("blocked", LIMIT, True, ""),
-        ("blocked", None, False, "in out"),
-        ("blocked", LIMIT, True, "in"),
-        ("blocked", None, True, "out"),
-        ("ragged_dot", None, True, ""),
-        ("ragged_dot", LIMIT, False, ""),
-        ("ragged_dot", LIMIT, True, "in out"),
-        ("reference", LIMIT, True, ""),
-        ("reference", None, False, "out"),
+        ("blocked", PLAIN, False, ""),
+        ("blocked", CLAMPED, True, ""),
+        ("blocked", PLAIN, False, "in out"),
+        ("blocked", CLAMPED, True, "in"),
+        ("blocked", PLAIN, True, "out"),
+        ("ragged_dot", PLAIN, True, ""),
+        ("ragged_dot", CLAMPED, False, ""),
+        ("ragged_dot", CLAMPED, True, "in out"),
+        ("reference", CLAMPED, True, ""),
+        ("reference", PLAIN, False, "out"),
+        ("blocked", GEGLU, False, ""),
+        ("ragged_dot", GEGLU, True, "in"),
     ],
 )
-def test_value_and_gradients_are_those_of_the_plain_form(implementation, limit, biased, adapted):
+def test_value_and_gradients_are_those_of_the_plain_form(
+    implementation, activation, biased, adapted
+):
     """Gradients of the trained arrays, and of ones that the results are multiplied by."""
     x, *weights, gradient = with_biases(SIZES, 5)
     weights = weights if biased else weights[:2]
@@ -281,7 +292,7 @@ def test_value_and_gradients_are_those_of_the_plain_form(implementation, limit, 
 
     def with_kernel(x, trained, one_M1):
         (w_in, w_out, *biases), own = (weights, trained) if adapted else (trained, adapters)
-        options = {"implementation": implementation, "limit": limit, "adapters": own}
+        options = {"implementation": implementation, "gate": activation, "adapters": own}
         options |= {"biases": tuple(biases) or None, "one_M1": one_M1}
         return expert_mlp(x, w_in, w_out, counts, **options)
 
@@ -291,7 +302,7 @@ def test_value_and_gradients_are_those_of_the_plain_form(implementation, limit, 
             w if pair is None else w + jnp.einsum("gka,ga...->gk...", *pair)
             for w, pair in zip((w_in, w_out), own, strict=True)
         )
-        return one_by_one(SIZES, limit, x, w_in, w_out, *biases) * one_M1
+        return one_by_one(SIZES, activation, x, w_in, w_out, *biases) * one_M1
 
     arrays = x, trained, one_M1
     got, wanted = (value_and_pulled(f, arrays, gradient) for f in (with_kernel, by_hand))
@@ -321,14 +332,14 @@ def test_in_e4m3_products_are_rounded_and_biases_are_not():
     group_M = np.repeat(np.arange(len(SIZES)), SIZES)
 
     def in_e4m3(x, w_in, w_out, *biases):
-        options = {"implementation": "reference_e4m3", "limit": LIMIT}
+        options = {"implementation": "reference_e4m3", "gate": CLAMPED}
         return expert_mlp(x, w_in, w_out, counts, biases=biases, **options)
 
     def by_hand(x, w_in, w_out, b_in, b_out):
         multiply = functools.partial(grouped_matmul_e4m3, implementation="reference")
         w_in, rows = w_in.reshape(*w_in.shape[:2], -1), len(group_M)
         h = multiply(x[:rows], w_in, counts) + b_in.reshape(len(SIZES), -1)[group_M]
-        y = multiply(activate(h, LIMIT), w_out, counts) + b_out[group_M]
+        y = multiply(activate(h, CLAMPED), w_out, counts) + b_out[group_M]
         return jnp.concatenate([y, jnp.zeros_like(x[rows:])])
 
     got, wanted = (value_and_pulled(f, arrays, gradient) for f in (in_e4m3, by_hand))
@@ -386,7 +397,7 @@ def test_gradients_of_biases_in_bfloat16_are_summed_in_float32(implementation):
     biases = jnp.zeros((1, 2, 8)), jnp.zeros((1, 8))
 
     def forward(biases):
-        options = {"implementation": implementation, "limit": 100.0}
+        options = {"implementation": implementation, "gate": Gate("clamped_swiglu", 100.0)}
         return expert_mlp(x, w_in, w_out, counts, biases=biases, **options)
 
     y, pull = jax.vjp(forward, biases)
@@ -399,7 +410,7 @@ def test_gradients_of_biases_in_bfloat16_are_summed_in_float32(implementation):
 
 def test_clamped_swiglu_passes_what_is_not_a_number_and_gradients_at_the_limit():
     h = jnp.array([[7.0, 8.0, jnp.nan, 1.0, 7.0, -7.0, 2.0, -8.0]])
-    y, pull = jax.vjp(lambda h: activate(h, 7.0), h)
+    y, pull = jax.vjp(lambda h: activate(h, Gate("clamped_swiglu", 7.0)), h)
     assert np.isnan(y[0, 2])
     assert np.isfinite(y[0, [0, 1, 3]]).all()
     (dh,) = pull(jnp.ones_like(y))

@@ -19,7 +19,7 @@ def config(route: str) -> Config:
 @pytest.mark.parametrize(
     "shared",
     [
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"context": 4})),
+        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ({}, {"context": 4})),
         {"context": 4, "context_exchange": "ring"},
     ],
 )

@@ -122,7 +122,7 @@ def test_copies_to_the_host_are_timed_on_all_devices_at_once(monkeypatch):
     assert found == Host(to_device=2**27, from_device=2**28, memory_bytes=10**9)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_whole_program_runs_beside_its_price(monkeypatch):
     monkeypatch.setitem(probe_program.MODELS, "cpu", TINY_PROGRAM)
     watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(2, 2))

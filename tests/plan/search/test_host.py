@@ -81,6 +81,7 @@ def test_moments_go_to_the_host_only_where_nothing_else_fits(sizes):
     assert [p.cfg.memory.optimizer for p in found_for(small(), tight, OPTIMIZER).ranked] == ["host"]
 
 
+@pytest.mark.slow
 def test_where_hosts_are_not_known_nothing_goes_there(sizes):
     with pytest.raises(InputError, match="no plan fits 8 devices"):
         found_for(small(), there(between(sizes), host=None), OPTIMIZER)

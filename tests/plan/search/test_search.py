@@ -117,7 +117,7 @@ def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
     assert list(space.gathers(copies, limits_of(model(), cluster()))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_cross_slow_links_as_seldom_as_pays():
     """Four micro-batches and layers recomputed: flat, weights cross nodes eight times a step."""
     changes = {"mesh.replica": 1, "mesh.fsdp": 8, "train.micro_batches": 4, "model.remat": "full"}
@@ -135,7 +135,7 @@ def test_weights_cross_slow_links_as_seldom_as_pays():
     assert list(space.gathers(alone, fixed)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_small_buckets_are_larger_where_rounds_cost_more():
     """Of 64 tokens with two choices 16 are for each device, and 20 fit: one has more, mostly."""
     cfg = change(model(capacity_factor=None), {"mesh.replica": 1, "mesh.expert": 8})
@@ -266,7 +266,7 @@ def test_rules_of_thumb_are_the_meshes_that_people_take(experts, near, far):
     assert {(one.route, one.compression.preset) for one in found.values()} == {("split", "none")}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rules_are_priced_beside_the_plans_whatever_is_pinned(found):
     assert list(found.rules) == sorted(found.rules, key=lambda n: found.rules[n].seconds)
     spread = found.rules["EP"]

@@ -94,7 +94,7 @@ ANY = pytest.mark.exhaustive
 SLOW = cluster(slow=1e5, startup=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("hidden", "length", "topology", "stages"),
     [

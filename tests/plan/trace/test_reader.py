@@ -38,6 +38,18 @@ def test_products_are_counted_with_their_loops():
     assert flops(read(traced)) == 5 * 2 * 4 * 8 * 8
 
 
+def test_a_product_has_the_name_of_its_part_also_in_backward():
+    """And not the letters of `jnp.einsum`."""
+
+    def function(x, w):
+        with jax.named_scope("attention"):
+            return jnp.sum(jnp.einsum("td,dc->tc", x, w) ** 2)
+
+    traced = jax.make_jaxpr(jax.grad(function, (0, 1)))(jnp.ones((4, 8)), jnp.ones((8, 8)))
+    schedule = read(traced)
+    assert flops(schedule, "attention") == flops(schedule) == 3 * 2 * 4 * 8 * 8
+
+
 def test_elementwise_chains_are_one_region_that_reads_and_writes_once():
     def function(x):
         return jnp.exp(jnp.sin(x) * 2 + 1) - x
@@ -143,7 +155,7 @@ def test_the_steps_flops_are_the_models():
     assert flops(schedule, "loss") == 3 * 2 * tokens * D * model.vocab_size
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_remat_step_keeps_more_products_from_being_computed_again():
     executed = {}
     for remat in ("none", "experts", "attention", "token_collectives", "full"):
@@ -322,7 +334,12 @@ def test_codecs_are_counted_as_the_compiler_does(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "exchange"),
-    [({}, "gather"), ({"sliding_window": 3}, "gather"), (LATENT, "gather"), ({}, "ring")],
+    [
+        pytest.param({}, "gather", marks=pytest.mark.exhaustive),
+        pytest.param({"sliding_window": 3}, "gather", marks=pytest.mark.exhaustive),
+        (LATENT, "gather"),
+        ({}, "ring"),
+    ],
 )
 def test_keys_of_shared_sequences_are_counted_as_the_compiler_does(model, exchange):
     """All of them across two nodes first, and then inside; those before each stripe; along a ring.

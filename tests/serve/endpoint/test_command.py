@@ -143,7 +143,7 @@ def test_a_signal_while_programs_are_compiled_ends_it(run, tmp_path):
         assert made.wait(30) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_serve_one_mesh(run, capsys):
     """Experts are spread over both. Idle, they wait; a signal to all ends both in order."""
     wanted = generated(run, capsys, "--prompt", "def ")

@@ -99,7 +99,7 @@ def read(form, body, model):
     return refused
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_changed_bodies_are_read_or_refused(count):
     model, begin = served_model(), time.monotonic()
     for form, body in VALID:

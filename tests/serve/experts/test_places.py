@@ -167,7 +167,7 @@ def test_overflow_is_counted_and_a_table_for_the_load_prevents_it():
     assert (places.overflowed, places.rounds) == (2 * 4 * (128 - 40), 2 * 9), "no more of them"
 
 
-@pytest.mark.parametrize("name", some_of(CASES, "all axes, adapters"))
+@pytest.mark.parametrize("name", some_of(CASES, "expert"))
 def test_texts_do_not_depend_on_when_and_where_experts_move(name):
     """More texts than slots, so that some begin while others are under way; 8 devices."""
     cfg, slots = config(name, **CERTAIN)
@@ -203,6 +203,7 @@ def test_texts_do_not_depend_on_when_and_where_experts_move(name):
     holds()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("enough", "left"), [(10, [40, 52]), (17, [72, 68])])
 def test_a_layer_is_looked_at_by_turns_while_texts_are_under_way(monkeypatch, enough, left):
     """All tokens choose expert 5. Calls of 64, 8, 8, 8, 8, 8, 8 of them; a look halves the load.
@@ -287,6 +288,7 @@ def test_an_engine_places_experts_and_takes_newer_weights(tmp_path):
             engine.place_experts(load, plan)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_follows_the_load_of_its_calls(tmp_path):
     cfg, _ = config("expert", **CERTAIN)
     model = dataclasses.replace(cfg.model, num_layers=2)  # one with experts, which is not copied

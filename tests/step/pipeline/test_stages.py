@@ -27,7 +27,7 @@ from moejax.plan.trace.reader import collectives
 from moejax.step.model import check_adapters, layouts_of
 from moejax.step.pipeline.stage import Layers
 from tests.annotations import without_annotations
-from tests.cases import CERTAIN, few, random_batch, small_config, step_for
+from tests.cases import CERTAIN, GEMMA, few, random_batch, small_config, step_for
 
 ANY = pytest.mark.exhaustive
 NO_BALANCE = {"balance_loss": 0.0}
@@ -38,6 +38,7 @@ UNTIED = {"tie_embeddings": False}
 DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
 # What a state answers at first is small; a larger epsilon keeps its norm from scaling rounding up.
 DELTA = {"linear": DELTA, "full_attention_every": 2, "norm_epsilon": 1e-2}
+KIMI = DELTA | {"linear": LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=8)}
 
 
 def config(mesh, stages, micro_batches, *, layers=None, rows=1, axis=None, lora=None, **changes):
@@ -132,7 +133,7 @@ def assert_same_gradients(cfg, change=lambda state: state, within=2e-5):
 
 # Stages, micro-batches of each, and the mesh of a stage.
 SHAPES = [
-    pytest.param(4, 2, (2, 1, 1, 1), {"schedule": "combined_1f1b"}, marks=pytest.mark.slow),
+    pytest.param(4, 2, (2, 1, 1, 1), {"schedule": "combined_1f1b"}, marks=ANY),
     pytest.param(4, 1, (1, 2, 1, 1), {"schedule": "combined_1f1b"}, marks=ANY),
     pytest.param(2, 4, (1, 2, 1, 2), {}, marks=ANY),
     pytest.param(4, 4, (1, 2, 1, 1), {}, marks=ANY),
@@ -160,7 +161,7 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(
     assert_same_gradients(config(mesh, stages, stages * times, layers=stages * chunks, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_of_interleaved_stages_that_save_inputs_after_leading_layers():
     """The cheapest case with virtual stages, saved inputs, and gradients of leading layers."""
     model = {"moe_every": None, "stage_chunks": 2, "layers_before_stages": 1}
@@ -215,6 +216,12 @@ CASES = {
         "layers": 9,
     },
     "gated delta net": {"model": DELTA, "layers": 4},
+    "Kimi's delta attention": {"model": KIMI, "layers": 4},
+    # Without the constants of blocks, which have no gradient.
+    "norms and heads of Gemma 4": {
+        "model": {**GEMMA["model"], "num_layers": 4, "layer_scale": False},
+        "moe": {**GEMMA["moe"], **CERTAIN},
+    },
     "ahead, dense before, latent": {
         "model": {"first_dense_layers": 1, **UNTIED, **LATENT, **AHEAD},
         "router": {"balance_over": "sequence", "z_loss": 0.1},
@@ -335,7 +342,7 @@ def test_steps_are_those_of_one_device(name, chunks):
         np.testing.assert_array_equal(g, w)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("activations", "model", "slices"),
     [
@@ -567,7 +574,7 @@ def test_feedback_between_stages_makes_gradients_of_a_step_worse(codec):
 @pytest.mark.parametrize(
     ("model", "lora"),
     [
-        ({"remat": "dots"}, {}),
+        pytest.param({"remat": "dots"}, {}, marks=ANY),
         pytest.param({"remat": "full"}, {}, marks=ANY),
         ({"remat": "dots", "dtype": "bfloat16"}, {"rank": 4}),
     ],

@@ -137,7 +137,7 @@ for platform, size in (("cpu", 2**20), ("gpu", 0), ("gpu", 8192), ("gpu", 16384)
 def test_a_limit_on_locked_memory_is_told_before_the_run():
     """A process of eight devices, which may lock 64 KiB."""
     done = subprocess.run(
-        [sys.executable, "-c", LOCKED], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", LOCKED], capture_output=True, text=True, check=True, timeout=300
     )
     *none, said = done.stdout.splitlines()
     assert none == ["[]"] * 3
