@@ -101,6 +101,7 @@ def config_of(setup: Setup, router: RouterConfig) -> Config:
             num_heads=heads,
             num_kv_heads=heads // 2,
             head_width=32,
+            qk_norm="full",  # so that each router has a family, which exports it
         ),
         moe=MoEConfig(
             num_experts=setup.experts,
