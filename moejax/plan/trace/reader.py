@@ -64,10 +64,17 @@ class _Reader:
         """Returns a new value in a buffer of the memory that a variable lies in."""
         return self.storage.new(_bytes(var.aval), on_host=_is_on_host(var))
 
-    def schedule(self, jaxpr: Any, scope: Scope) -> Schedule:
-        """Returns the schedule of a jaxpr inside the named scopes, outermost first."""
+    def schedule(self, jaxpr: Any, scope: Scope, carried: int | None = None) -> Schedule:
+        """Returns the schedule of a jaxpr inside the named scopes, outermost first.
+
+        Args:
+          carried: of a loop's body the number of results that go to the next trip. Copies to the
+            host write the others where they are stacked.
+        """
         inputs = [self._new(var) for var in jaxpr.invars]
         outputs = self._run(jaxpr, inputs, scope)
+        for value in self.sent.intersection(outputs[carried:] if carried is not None else ()):
+            self.storage.resize(value, 0)
         return fuse(self.nodes, self.storage, inputs, outputs)
 
     def _run(self, jaxpr: Any, operands: Sequence[int | None], scope: Scope) -> list:
@@ -250,8 +257,8 @@ class _Reader:
         Args:
           carried: index of the carry in the body's inputs, and its initial values.
         """
-        body = _Reader(self.rounds).schedule(opened(jaxpr), scope)
         first, carry = carried
+        body = _Reader(self.rounds).schedule(opened(jaxpr), scope, len(carry))
         written: list[int] = [
             self._new(var) if value is None else self.storage.alias(value)
             for value, var in zip(carry, eqn.outvars, strict=False)

@@ -98,8 +98,7 @@ def test_what_forward_keeps_on_the_host_is_there_for_every_turn():
     assert copied(schedule) == (5 * LAYER, 5 * LAYER)
     found = peak(schedule)
     assert found.host_arguments == 0
-    # Five, and the one that is on its way to them.
-    assert found.host_temporary == 6 * LAYER
+    assert found.host_temporary == 5 * LAYER  # each goes straight to its place
 
 
 def test_zeros_that_go_to_the_host_move():
