@@ -65,6 +65,11 @@ def pieces(rows: int, size: int) -> int:
     return next(n for n in range(least, rows + 1) if rows % n == 0)
 
 
+def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Returns an array in the host's memory that holds anything until it is written."""
+    return to_host(jax.lax.empty(shape, dtype))
+
+
 def zeros_by_layer(shape: Sequence[int], dtype: Any) -> jax.Array:
     """Returns stacked zeros in the host's memory; one layer of them is on the device at a time."""
     return jax.lax.map(lambda _: to_host(jnp.zeros(shape[1:], dtype)), jnp.arange(shape[0]))

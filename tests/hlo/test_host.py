@@ -76,9 +76,8 @@ def test_slots_of_stages_travel_while_products_run():
     rows = 2 * 2 * 81_920 * 2048
     copies = [one for one in step.copies if one.bytes == rows]
     assert sum(one.calls for one in copies if one.to_device and one.hides) == 8
-    # Five more are the zeros of a step's beginning, one of each slot.
     assert sum(one.calls for one in copies if not one.to_device and one.hides) == 9
-    assert sum(one.calls for one in copies) == 8 + 9 + 5
+    assert sum(one.calls for one in copies) == 8 + 9
 
 
 def test_decoding_fetches_experts_while_the_layer_before_computes():

@@ -22,7 +22,7 @@ from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collec
 # Primitives whose result shares the buffer of the first operand.
 VIEWS = ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "reshard")
 # Primitives that cost nothing: the compiler computes them where they are used.
-CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
+CONSTANTS = ("iota", "axis_index", "random_seed", "empty2")
 # Primitives that read no more of the first operand than they return.
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
 EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos")
@@ -59,6 +59,7 @@ class _Reader:
         self.storage = Storage()
         self.nodes: list[Node] = []
         self.sent: set[int] = set()  # values that copies from the device made
+        self.empty: set[int] = set()  # values that are not written yet
 
     def _new(self, var: Any) -> int:
         """Returns a new value in a buffer of the memory that a variable lies in."""
@@ -102,6 +103,10 @@ class _Reader:
             return self._collective(eqn, operands, scope)
         if name == "device_put":
             return self._copies(eqn, operands, scope)
+        if name == "empty":
+            value = self._new(eqn.outvars[0])
+            self.empty.add(value)
+            return [value]
         if name == "scan":
             return self._scan(eqn, operands, scope)
         if name == "while":
@@ -186,12 +191,14 @@ class _Reader:
                 written.append(value)
                 continue
             copy = self._new(after)
+            written.append(copy)
+            if value in self.empty:
+                continue  # nothing has been written that could be copied
             op = Op(
                 "from_device" if away else "to_device", *_labels(scope), bytes=_bytes(after.aval)
             )
             self.nodes.append(Node(op, _reads([value]), (copy,)))
             self.sent.update([copy] if away else [])
-            written.append(copy)
         return written
 
     def _on_host(self, eqn: Any, operands: list, scope: Scope) -> Sequence[int | None]:

@@ -33,7 +33,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm.host import to_device, to_memory_of, zeros_by_layer
+from moejax.comm import host
+from moejax.comm.host import to_device, to_memory_of
 from moejax.step.pipeline.model import Past, RouterParts, StagedModel, StageTask
 from moejax.step.pipeline.schedule import Phase, PipelineSchedule
 from moejax.step.pipeline.weights import entry
@@ -290,11 +291,11 @@ class DistantStage(SavingStage):
         own = super().empty_slots(schedule, x_BtD)
         least = sum(x.nbytes for x in near.saved) / SMALL
 
-        def empty(x: jax.Array) -> jax.Array:
-            make = zeros_by_layer if x.nbytes > least else jnp.zeros
+        def all_slots(x: jax.Array) -> jax.Array:
+            make = host.empty if x.nbytes > least else jnp.zeros
             return make((schedule.slots + 1, *x.shape[1:]), x.dtype)
 
-        distant = list(map(empty, near.saved))
+        distant = list(map(all_slots, near.saved))
         return Slots(near.saved, own.past, distant, slot=jnp.int32(schedule.slots))
 
     def begin_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
@@ -311,11 +312,14 @@ class DistantStage(SavingStage):
         return slots if phase.backward else self._sent(slots, ())
 
     def end_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
-        """Has what arrived ready for backward; what just ran forward was never sent."""
+        """Has what arrived ready for backward; what just ran forward was never sent.
+
+        In the bubble what arrives may never have been written, so it is not read.
+        """
         if not phase.backward:  # then only the last stage runs backward at the next tick
             coming = [near[AHEAD] for near in slots.saved]
         else:
-            here = following.slot == slots.slot
+            here = (following.slot == slots.slot) | ~following.valid
             pairs = zip(slots.saved, slots.coming, strict=True)
             coming = [jnp.where(here, near[AHEAD], x) for near, x in pairs]
         saved = [x.at[BEHIND].set(y) for x, y in zip(slots.saved, coming, strict=True)]
