@@ -158,7 +158,7 @@ def is_product(dims: str) -> bool:
 
 
 def is_index(dims: str) -> bool:
-    """Returns whether a parameter is of an indexer, which may have no gradient (`mixers.sparse`)."""
+    """Returns whether a parameter is of an indexer, which may have no gradient."""
     return not {"I", "J"}.isdisjoint(dims)
 
 

@@ -20,9 +20,9 @@ class Counts:
       flops_per_token: FLOPs of a train step (forward and backward) per token. A multiply-add counts
         as two. Attention counts the pairs of positions inside the causal mask and the window,
         across documents too; linear attention its states position by position. Recomputation is not
-        counted. Indexers of sparse attention count forward alone: backward makes no gradient of
-        their choice. Frozen weights count with two products of three, because they need no gradient, and
-        adapters as products of their own.
+        counted. Indexers of sparse attention count forward alone, because their choice has no
+        gradient. Frozen weights count with two products of three, because they need no gradient,
+        and adapters as products of their own.
       trained: number of trained parameters: all, or the adapters'.
     """
 
