@@ -65,7 +65,7 @@ def get_config() -> ConfigDict:
 
     config.data.sequence_length = 16384
     config.train.batch_sequences = 512
-    config.train.micro_batches = 64
+    config.train.micro_batches = 32
     config.train.num_steps = 1000
     config.optimizer.learning_rate = 7.3e-6
     config.optimizer.warmup_steps = 50

@@ -58,6 +58,7 @@ SPARSE = (
     Same("index_head_dim", "model.indexer.width"),
     Same("index_topk", "model.indexer.keys"),
     Same("routed_scaling_factor", "moe.router.weight_scale", default=2.5),
+    Always("mlp_bias", False),
     Always("index_topk_freq", 1, others=(None,), written=False),
 )
 

@@ -40,7 +40,8 @@ def test_the_keys_with_the_highest_scores_are_chosen(count):
 
 def test_scores_of_chosen_keys_are_those_of_the_choice():
     place = np.array([[3, 0, -1], [149, 2, 7]])
-    found = chosen.index_scores(Q[0, :2], WEIGHT[0, :2], KEY[0], place)
+    arrays = (Q[0, :2], WEIGHT[0, :2], KEY[0], place)
+    found = np.asarray(chosen.index_scores(*map(jnp.asarray, arrays)))
     wanted = np.take_along_axis(scores()[0, :2], np.maximum(place, 0), axis=1)
     np.testing.assert_allclose(found[place >= 0], wanted[place >= 0], rtol=1e-5)
     assert found[0, 2] < -1e29
@@ -57,17 +58,18 @@ def test_attention_and_its_gradients_are_those_over_the_chosen_alone():
         def block(q, place, entry):
             return chosen.attend_chosen(q, entry, place, values=V, scale=0.3)[0]
 
-        return jnp.sum(chosen.by_blocks(block, (q, place), (entry,)) * weight)
+        y = chosen.by_blocks(block, (q, place), (entry,))
+        return jnp.sum(y * weight), y
 
     def plain(q, entry):
         score = jnp.where(mask[:, :, None], jnp.einsum("bthz,bsz->bths", q, entry) * 0.3, -1e30)
         y = jnp.einsum("bths,bsv->bthv", jax.nn.softmax(score), entry[..., :V])
-        return jnp.sum(y * weight)
+        return jnp.sum(y * weight), y
 
     with jax.enable_x64(True):
         arrays = np.float64(q), np.float64(entry)
-        wanted = jax.value_and_grad(plain, argnums=(0, 1))(*arrays)
+        wanted = jax.grad(plain, argnums=(0, 1), has_aux=True)(*arrays)
         wanted = jax.tree.map(np.asarray, wanted)
-    found = jax.value_and_grad(ours, argnums=(0, 1))(q, entry)
+    found = jax.grad(ours, argnums=(0, 1), has_aux=True)(q, entry)
     for have, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-5 * np.abs(want).max())
