@@ -141,7 +141,9 @@ GLM4_MOE_LITE = Family(
 )
 
 SPARSE_NULLS = {
-    **dict.fromkeys(("index_topk_pattern", "indexer_types", "layer_types", "mlp_layer_types"), None),
+    **dict.fromkeys(
+        ("index_topk_pattern", "indexer_types", "layer_types", "mlp_layer_types"), None
+    ),
     **dict.fromkeys(("head_dim", "qk_head_dim"), None),
     **POSITIONS,
     "num_nextn_predict_layers": 0,
@@ -171,7 +173,7 @@ DEEPSEEK_V32 = Family(
 GLM_MOE_DSA = Family(
     name="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
-    parts=(*SPARSE, *V3, Always("indexer_rope_interleave", True, written=False)),
+    parts=(*SPARSE, *V3, Always("indexer_rope_interleave", True)),
     implied={"moe.router.score": "sigmoid"},
     unused=("index_share_for_mtp_iteration", "index_skip_topk_offset", "moe_router_dtype"),
     missing={
