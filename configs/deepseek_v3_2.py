@@ -2,7 +2,7 @@
 
 Hardware: 256 H200s of 141 GB, 32 nodes of 8.
 Mesh:     that of configs/deepseek_v3.py; the planner has not looked for a better one.
-Memory:   @MEM@ GiB a device, as --dry_run says with mesh.platform=gpu.
+Memory:   --dry_run says it with mesh.platform=gpu; nobody has looked yet.
 Command:  moejax train --config configs/deepseek_v3_2.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
