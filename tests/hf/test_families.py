@@ -137,6 +137,7 @@ ALTERED = ("dtype", "torch_dtype", "transformers_version", "rope_parameters", "r
 # Of published files: how weights are stored, and what other keys say too.
 NOT_WRITTEN = (
     "quantization_config",
+    "qk_head_dim",
     "experts_per_token",
     "expert_hidden_dim",
     "shared_intermediate_size",
