@@ -73,6 +73,8 @@ SHAPES = (
     "model.full_attention.head_width",
     "model.full_attention.num_kv_heads",
     "model.full_attention.keys_are_values",
+    "model.indexer.heads",
+    "model.indexer.width",
     "model.linear.form",
     "model.linear.key_heads",
     "model.linear.value_heads",

@@ -67,6 +67,19 @@ class LinearConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """The indexer of sparse attention, which chooses the keys that a query attends to."""
+
+    heads: int = setting(4, "I: heads of the indexer", at_least=1)
+    width: int = setting(
+        32, "J: channels of one of its heads; the first model.rope_width rotate", at_least=2
+    )
+    keys: int = setting(
+        2048, "keys that a query attends to, those of the highest scores", at_least=1
+    )
+
+
+@dataclass(frozen=True)
 class FullAttentionConfig:
     """Blocks without a window, where their heads are others than those of blocks with one."""
 
@@ -100,8 +113,9 @@ class ModelConfig:
     num_layers: int = setting(4, "number of blocks", at_least=1, at_most=10_000)
     attention: str = setting(
         "grouped",
-        "grouped: heads share keys and values; latent: both come from a narrow latent (DeepSeek)",
-        choices=("grouped", "latent"),
+        "grouped: heads share keys and values; latent: both come from a narrow latent (DeepSeek); "
+        "sparse: latent attention to keys that an indexer chooses (DeepSeek-V3.2)",
+        choices=("grouped", "latent", "sparse"),
     )
     num_heads: int = setting(4, "H: query heads", at_least=1)
     num_kv_heads: int = setting(2, "G: key and value heads; H must be a multiple", at_least=1)
@@ -241,6 +255,7 @@ class ModelConfig:
     )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
     linear: LinearConfig = section(LinearConfig, "linear attention")
+    indexer: IndexerConfig = section(IndexerConfig, "the indexer of sparse attention")
     full_attention: FullAttentionConfig = section(
         FullAttentionConfig, "heads of blocks without a window, where others have one"
     )
@@ -253,7 +268,12 @@ class ModelConfig:
     @property
     def is_latent(self) -> bool:
         """True if keys and values come from a latent."""
-        return self.attention == "latent"
+        return self.attention in ("latent", "sparse")
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if an indexer chooses the keys that a query attends to."""
+        return self.attention == "sparse"
 
     @property
     def value_channels(self) -> int:

@@ -11,6 +11,7 @@ letters of the model:
     Z width of a latent     R channels of a head that rotate
     O model width of the outputs, where inputs have it too (D)
     X positions that a short convolution sees
+    I heads of an indexer, J channels of one
     Y one number of a block
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
@@ -154,6 +155,11 @@ def is_product(dims: str) -> bool:
     """
     own = dims[1:] if dims[0] == "E" else dims
     return len(own) > 1 and not {"D", "Z", RANK}.isdisjoint(own)
+
+
+def is_index(dims: str) -> bool:
+    """Returns whether a parameter is of an indexer, which may have no gradient."""
+    return not {"I", "J"}.isdisjoint(dims)
 
 
 def build_layout(mesh: MeshConfig, *, gathered: bool = False) -> Layout:

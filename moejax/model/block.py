@@ -27,6 +27,7 @@ from moejax.model.layers import MLP, model_norm, normalised, scaled
 from moejax.model.mixers.attention import Attention
 from moejax.model.mixers.delta import GatedDeltaNet, KimiDelta
 from moejax.model.mixers.latent import LatentAttention
+from moejax.model.mixers.sparse import SparseAttention
 from moejax.model.rope import Angles, angles_of
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
@@ -35,6 +36,7 @@ from moejax.moe.router import Noise
 MIXERS: dict[str, Any] = {
     "grouped": Attention,
     "latent": LatentAttention,
+    "sparse": SparseAttention,
     "gated_delta": GatedDeltaNet,
     "kimi_delta": KimiDelta,
 }

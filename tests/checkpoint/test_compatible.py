@@ -285,6 +285,7 @@ def test_a_manifest_says_what_a_resume_compares():
 def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
     changes = []
     alone = {"model.linear.": ("linear",), "model.full_attention.": ("full",)}
+    alone |= {"model.indexer.": ("sparse",)}
     kinds = alone.get(name.rpartition(".")[0] + ".", ("grouped", "latent"))
     for kind in kinds:
         cfg, described = every_kind_of_layer(kind)
@@ -307,6 +308,9 @@ def every_kind_of_layer(attention):
         model |= {"linear": linear, "full_attention_every": 2, "sliding_window": None}
     elif attention == "full":
         model |= {"full_attention_every": 2}
+    elif attention == "sparse":
+        model |= {"attention": "sparse", "head_width": 8, "rope_width": 2, "kv_latent": 8}
+        model |= {"q_latent": 8, "sliding_window": None}
     else:
         model |= {"attention": attention, "head_width": 8, "rope_width": 2, "kv_latent": 8}
     cfg = small_config(model=model, moe={"num_shared_experts": 1, "num_experts": 4})

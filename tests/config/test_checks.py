@@ -18,6 +18,7 @@ from tests.config.files import (
 )
 
 LATENT = "model.attention=latent model.kv_latent=16 model.rope_width=8"
+SPARSE = f"{LATENT} model.attention=sparse model.q_latent=16"
 YARN = "model.rope.scaling=yarn model.rope.factor=2"
 FULL = "model.sliding_window=4 model.full_attention_every=2"
 DELTA = "model.linear.form=gated_delta model.full_attention_every=2"
@@ -36,6 +37,8 @@ def test_the_defaults_pass():
 ACCEPTED = f"""
 mesh.expert=4 mesh.tensor=2 mesh.simulated_devices=8
 {DELTA} mesh.expert=2 mesh.tensor=2
+{SPARSE} mesh.expert=2 mesh.tensor=2 model.indexer.keys=8 train.indexer_loss=1
+{SPARSE} mesh.stage=2 train.micro_batches=2
 {KIMI} mesh.expert=2 mesh.tensor=2 model.positions=none
 mesh.replica=none mesh.expert=2 mesh.simulated_devices=8
 mesh.expert=2 mesh.tensor=2 mesh.expert_weights=folded
@@ -149,6 +152,14 @@ model.attention=latent -> `model.kv_latent` is none ... which needs it
 {LATENT} model.rope_width=32 -> `model.rope_width` = 32 leaves none of `model.head_width` = 32
 {LATENT} mesh.fsdp=3 model.width=129 train.batch_sequences=3 -> \
 `model.kv_latent` = 16 ... = 3 x 1 = 3 ... 15 or 18 for model.kv_latent
+{SPARSE} model.q_latent=none -> `model.q_latent` is none ... is sparse
+{SPARSE} model.kv_latent=none -> `model.kv_latent` is none ... is sparse, which needs it
+{SPARSE} model.sliding_window=8 -> `model.sliding_window` is 8 ... among all earlier keys
+{SPARSE} model.indexer.width=6 -> `model.rope_width` = 8 is more than `model.indexer.width` = 6
+{SPARSE} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... sparse
+{SPARSE} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> `model.attention` is sparse, and
+{SPARSE} mesh.stage=2 train.micro_batches=2 model.predict_ahead=1 -> a block of sparse attention
+{SPARSE} mesh.stage=2 train.micro_batches=2 train.indexer_loss=1 -> do not add the indexers' loss
 model.rope_width=7 -> `model.rope_width` = 7 is odd ... 6 or 8
 model.rope_width=34 -> `model.rope_width` = 34 ... `model.head_width` = 32
 model.sliding_window=4 model.full_attention_every=5 -> \
@@ -312,6 +323,8 @@ model.full_attention.head_width: or all have one
 model.full_attention_every=2 -> model.full_attention_every: `model.sliding_window` is none
 model.predict_ahead=1 data.sequence_length=1 -> model.predict_ahead: `data.sequence_length` is 1
 train.predict_ahead_loss=0.1 -> train.predict_ahead_loss: predict_ahead` is 0
+train.indexer_loss=0.1 -> train.indexer_loss: `model.attention` is not sparse
+{LATENT} model.indexer.keys=8 -> model.indexer.keys: `model.attention` is not sparse
 model.rope.factor=2 -> model.rope.factor: linear or llama3 or yarn
 model.rope.scaling=yarn -> model.rope.scaling: `model.rope.factor` is 1
 model.rope.scaling=linear model.rope.factor=2 model.rope.trained_length=2 -> \

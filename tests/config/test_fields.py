@@ -34,6 +34,7 @@ FIELD_NAMES = {
         "value_width vocab_size width zero_centered_norms"
     ),
     "model.full_attention": "head_width keys_are_values num_kv_heads theta turned_channels",
+    "model.indexer": "heads keys width",
     "model.linear": "convolution form key_heads key_width value_heads value_width",
     "model.rope": (
         "attention_factor beta_fast beta_slow factor high_frequency_factor "
@@ -57,7 +58,8 @@ FIELD_NAMES = {
     "profile": "num_steps start_step",
     "track": "mlflow wandb",
     "train": (
-        "batch_sequences compare_every eval_batches eval_every gradient_dtype log_every "
+        "batch_sequences compare_every eval_batches eval_every gradient_dtype indexer_loss "
+        "log_every "
         "max_skipped micro_batches num_steps on_spike predict_ahead_loss reduction_bytes "
         "rollbacks sample_prompt sample_tokens seed spike_threshold"
     ),

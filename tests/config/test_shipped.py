@@ -16,8 +16,10 @@ PUBLISHED = json.loads((ROOT / "tests" / "hf" / "published.json").read_text())
 MODELS = {
     "deepseek_v2_lite": "DeepSeek-V2-Lite",
     "deepseek_v3": "DeepSeek-V3",
+    "deepseek_v3_2": "DeepSeek-V3.2",
     "gemma_4_26b_a4b": "Gemma-4-26B-A4B",
     "glm_45_air": "GLM-4.5-Air",
+    "glm_5": "GLM-5",
     "gpt_oss_120b": "gpt-oss-120b",
     "gpt_oss_20b": "gpt-oss-20b",
     "kimi_k2": "Kimi-K2",

@@ -28,6 +28,7 @@ from tests.hf.golden import FAMILIES, cases_of  # noqa: E402
 TOKENS = 4
 KINDS = ("", "sliding_attention_", "full_attention_")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
+LATENT += ("deepseek_v32", "glm_moe_dsa")
 
 
 def frequencies_of(rope: torch.nn.Module, kind: str) -> list[float]:

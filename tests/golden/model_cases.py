@@ -47,6 +47,11 @@ def sizes(layers: int, width: int, head: int | None = None) -> dict:
     return {"num_hidden_layers": layers, "hidden_size": width, **own}
 
 
+def indexer(heads: int, width: int, keys: int) -> dict:
+    """An indexer that chooses fewer keys than the texts have tokens."""
+    return {"index_n_heads": heads, "index_head_dim": width, "index_topk": keys}
+
+
 def experts(count: str, number: int, chosen: int, hidden: int | Sequence[int]) -> dict:
     """Experts.
 
@@ -336,6 +341,59 @@ CASES: dict[str, dict[str, dict]] = {
             **experts("n_routed_experts", 24, 6, (16, 8)),
             "n_shared_experts": 1,
             **groups(4, 2),
+            "num_hidden_layers": 2,
+            "rms_norm_eps": 1e-3,
+        },
+    },
+    "deepseek_v32": {
+        "one group, another epsilon": {
+            **LATENT,
+            **NO_AHEAD,
+            "q_lora_rank": 11,
+            "kv_lora_rank": 7,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            "n_shared_experts": 2,
+            **groups(1, 1),
+            **indexer(11, 7, 9),
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-3,
+        },
+        "even, groups, yarn": {
+            **LATENT_EVEN,
+            **NO_AHEAD,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            "n_shared_experts": 1,
+            **groups(4, 2),
+            **indexer(12, 8, 11),
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 2,
+            **rope({**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}),
+        },
+    },
+    "glm_moe_dsa": {
+        "two dense blocks, one group": {
+            **LATENT,
+            **NO_AHEAD,
+            "q_lora_rank": 11,
+            "kv_lora_rank": 7,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            "n_shared_experts": 2,
+            **groups(1, 1),
+            **indexer(11, 7, 9),
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 4,
+            "rope_theta": 1e6,
+        },
+        "even, groups": {
+            **LATENT_EVEN,
+            **NO_AHEAD,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            "n_shared_experts": 1,
+            **groups(4, 2),
+            **indexer(12, 8, 11),
+            "first_k_dense_replace": 1,
             "num_hidden_layers": 2,
             "rms_norm_eps": 1e-3,
         },

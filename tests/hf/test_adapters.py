@@ -30,13 +30,13 @@ def view(dims, groups, at=(), paired=None):
 
 VIEWS = {
     "queries": view("DHC", "HC D"),
-    "queries that rotate in pairs": view("DHC", "HC D", paired=("C", 2)),
+    "queries that rotate in pairs": view("DHC", "HC D", paired=("C", SIZES["C"] - 2, 2)),
     "output": view("HCD", "D HC"),
     "gate": view("DUF", "F D", at=(("U", 0),)),
     "up": view("DUF", "F D", at=(("U", 1),)),
     "down": view("FD", "D F"),
     "router": view("DE", "E D"),
-    "latent": view("DZ", "Z D", paired=("Z", 4)),
+    "latent": view("DZ", "Z D", paired=("Z", SIZES["Z"] - 4, 4)),
     "from a latent": view("ZHC", "HC Z"),
     "logits": view("DV", "V D"),
     "fused": view("EDUF", "E UF D"),

@@ -17,6 +17,12 @@ What `published.json` was compared with, because the files of the authors could 
 - Llama-3.1-8B: the copy in citsjtu2020/LLM-Prof, sglang/Model_Config.md; equal. Mistral-7B-v0.1,
   Qwen2.5-0.5B, Qwen3-0.6B: copies of whole files in public notes and scripts; equal.
 - GLM-4.7-Flash, Hy3: copies of whole files in tests of public repositories; equal.
+- DeepSeek-V3.2: the file of DeepSeek-V3 with the indexer's three keys; sizes are the defaults of
+  transformers' `DeepseekV32Config`, and those of the authors' inference/config_671B_v3.2.json, as
+  notes describe it. Other keys were compared with nothing.
+- GLM-5: sizes and the base of rotary positions, from the defaults of transformers'
+  `GlmMoeDsaConfig`, from a reader of it in a public repository that names the file, and from the
+  table of the authors' report, which agree. Other keys are those of a copy of a later model's file.
 - Solar-Open-100B, dots.llm1: the keys of such copies, which do not claim to be whole.
 - Hunyuan-A13B, Granite-3.0-1B-A400M: sizes and factors alone, from tests of public repositories.
 - FlexOlmo-7x7B-1T: sizes alone, from the defaults of transformers' config class.

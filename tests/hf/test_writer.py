@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 # Tensors that stay in float32: those and, of Kimi Linear, how fast states fade.
 WIDE = (*SELECTION_BIASES, "self_attn.A_log", "self_attn.dt_bias")
+WIDE += tuple(f"indexer.{name}" for name in ("k_norm.bias", "k_norm.weight", "weights_proj.weight"))
 MESH = MeshConfig(fsdp=2, expert=2, tensor=2)
 NARROW = {"kimi_linear": MeshConfig(expert=2, tensor=2)}  # a head has six channels
 

@@ -18,6 +18,8 @@ DEFAULTS = {
     "GLM-4.5-Air": ("head_dim",),  # no default there
     "MiniMax-M2": (),
     "GLM-4.7-Flash": ("first_k_dense_replace",),  # no key of the class
+    "DeepSeek-V3.2": (),
+    "GLM-5": (),
     "Solar-Open-100B": ("first_k_dense_replace", "intermediate_size"),  # no keys of the class
     "Hy3": ("first_k_dense_replace",),  # no key of the class
     "ERNIE-4.5-21B-A3B": (),

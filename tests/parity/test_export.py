@@ -40,6 +40,8 @@ ROUTES = {
     "deepseek_v2": (EIGHT, {"route": "split"}),
     "minimax_m2": (EIGHT, {"route": "merge"}),
     "glm4_moe_lite": (FOUR, {"route": "merge"}),
+    "deepseek_v32": (FOUR, {"route": "split"}),
+    "glm_moe_dsa": (FOUR, {"route": "merge"}),
     "solar_open": (FOUR, {"route": "two_level_merge"}),
     "dots1": (EIGHT, {"route": "merge"}),
     "hy_v3": (FOUR, {"route": "duplicate"}),

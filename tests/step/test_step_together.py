@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config.schema import LinearConfig, MoEConfig, RopeConfig
+from moejax.config.schema import IndexerConfig, LinearConfig, MoEConfig, RopeConfig
 from moejax.layout.route import ROUTES
 from tests.annotations import without_annotations
 from tests.cases import (
@@ -160,6 +160,19 @@ KINDS = [
         }
     },
     GEMMA,
+    # Five of up to sixteen keys, which an indexer chooses (DeepSeek-V3.2).
+    {
+        "model": {
+            "num_layers": 2,
+            "attention": "sparse",
+            "head_width": 10,
+            "rope_width": 6,
+            "value_width": 4,
+            "q_latent": 8,
+            "kv_latent": 16,
+            "indexer": IndexerConfig(heads=6, width=8, keys=5),
+        }
+    },
 ]
 
 
@@ -193,6 +206,8 @@ CASES = [
     Case((1, 2, 2, 2), 1, kinds=(16,)),
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(17,)),
     Case((1, 1, 4, 2), 2, ("replicated", "hidden"), "duplicate", kinds=(17,)),
+    Case((1, 2, 2, 2), 1, route="merge", kinds=(18,)),
+    Case((1, 1, 2, 4), 1, ("replicated", "hidden"), kinds=(11, 18)),
 ]
 
 MESHES = [
@@ -211,7 +226,7 @@ LAYOUTS += [("replicated", "hidden"), ("replicated", "folded")]
 # Three axes, most kinds of blocks and losses, and overflow rounds: what `make test` runs.
 USUAL = [CASES[number] for number in (5, 17)]
 # For `make test-all CASES=every`.
-RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25), 26)]
+RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25), 26, 28)]
 
 
 def how_often(case):

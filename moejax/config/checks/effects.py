@@ -147,6 +147,11 @@ _OF_MODEL: tuple[_Effect, ...] = (
         "`model.attention` is not latent",
     ),
     (
+        "model.indexer. train.indexer_loss",
+        lambda cfg: cfg.model.is_sparse,
+        "`model.attention` is not sparse, so there is no indexer",
+    ),
+    (
         "model.num_kv_heads",
         lambda cfg: not cfg.model.is_latent,
         "`model.attention` is latent, where every head has keys and values of its own",

@@ -191,6 +191,11 @@ def check_context(cfg: Config) -> None:
         f"`mesh.context` is {mesh.context} and `model.linear.form` is {cfg.model.linear.form}. The "
         "states of linear attention do not pass from device to device. Set mesh.context=1.",
     )
+    require(
+        not cfg.model.is_sparse,
+        f"`mesh.context` is {mesh.context} and `model.attention` is sparse. Its indexer chooses "
+        "among keys of the whole sequence, which a device has alone. Set mesh.context=1.",
+    )
     own, ranks = length // mesh.context, mesh.tensor * mesh.stage
     require(
         own % ranks == 0,

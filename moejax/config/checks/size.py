@@ -48,6 +48,12 @@ def _latent_matrices(model: ModelConfig) -> list[Matrix]:
     ]
 
 
+def _sparse_matrices(model: ModelConfig) -> list[Matrix]:
+    D, own, q_latent = model.width, model.indexer, model.q_latent or 0
+    indexer = [(q_latent, own.heads * own.width), (D, own.width), (D, own.heads)]
+    return _latent_matrices(model) + indexer
+
+
 def _delta_matrices(model: ModelConfig) -> list[Matrix]:
     D, linear = model.width, model.linear
     keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
@@ -84,6 +90,7 @@ MIXERS: dict[str, MixerSizes] = {
         },
     ),
     "latent": MixerSizes(_latent_matrices, lambda model: {"num_heads": model.num_heads}),
+    "sparse": MixerSizes(_sparse_matrices, lambda model: {"num_heads": model.num_heads}),
     "gated_delta": MixerSizes(_delta_matrices, _delta_heads),
     "kimi_delta": MixerSizes(_kimi_matrices, _delta_heads),
 }

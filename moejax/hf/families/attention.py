@@ -96,6 +96,7 @@ class BothBiases:
 class LatentHeads:
     """Heads of latent attention: their plain, rotating and value channels."""
 
+    form: str = "latent"  # model.attention
     keys: tuple[str, ...] = (
         "qk_nope_head_dim",
         "qk_rope_head_dim",
@@ -116,7 +117,7 @@ class LatentHeads:
                 f"attention it is `num_attention_heads`, {heads}. Correct config.json."
             )
         return {
-            "model.attention": "latent",
+            "model.attention": self.form,
             "model.head_width": plain + rotated,
             "model.rope_width": rotated,
             "model.value_width": values,
@@ -125,8 +126,8 @@ class LatentHeads:
         }
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        if settings.get("model.attention") != "latent":
-            raise InputError("`model.attention` is grouped")
+        if settings.get("model.attention") != self.form:
+            raise InputError(f"`model.attention` is {settings.get('model.attention')}")
         rotated, head = settings["model.rope_width"], settings["model.head_width"]
         return {
             "qk_nope_head_dim": head - rotated,

@@ -65,7 +65,7 @@ class MlpTypes:
     Files name the number of dense blocks at the start too, which nothing else may contradict.
 
     Attributes:
-      counts: whether that number says it where there is no list (Kimi Linear).
+      counts: whether that number says it where there is no list (Kimi Linear, DeepSeek-V3.2).
     """
 
     counts: bool = False
@@ -121,6 +121,29 @@ def mlp_types(config: Config) -> tuple[str, ...]:
 def _first_dense(dense: Any, layers: int) -> tuple[str, ...]:
     count = min(dense, layers) if type(dense) is int and dense >= 0 else 0
     return ("dense",) * count + ("experts",) * (layers - count)
+
+
+@dataclass(frozen=True)
+class OwnIndexers:
+    """Lists of layers that say that each chooses keys by an indexer of its own (GLM-5).
+
+    Sharing of choices between layers (GLM-5.2) is refused, in each way that files have for it.
+    """
+
+    keys: tuple[str, ...] = ("layer_types", "indexer_types", "index_topk_pattern")
+
+    def read(self, config: Config) -> dict[str, Any]:
+        for key, own in zip(self.keys, ("indexed_attention", "full", "F"), strict=True):
+            given = config.get(key)
+            if given is not None and set(map(repr, given)) != {repr(own)}:
+                raise InputError(
+                    f"`{key}` is {short(given)}. moejax computes {own} in all layers, where each "
+                    "has an indexer of its own, only. Choose another model."
+                )
+        return {}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        return {key: base[key] for key in self.keys if key in base}
 
 
 @dataclass(frozen=True)

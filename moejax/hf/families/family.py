@@ -35,7 +35,7 @@ def stated(settings: Settings) -> dict[str, Any]:
         "num_nextn_predict_layers": 0,
         "num_mtp_layers": 0,
     }
-    if settings["model.attention"] != "latent":
+    if settings["model.attention"] == "grouped":
         head = settings["model.head_width"]
         keys["partial_rotary_factor"] = (settings["model.rope_width"] or head) / head
     has_experts = settings["model.layer_mlps"] or settings["model.moe_every"] is not None
@@ -322,7 +322,7 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
     settings = {name: get_value(cfg, name) for name in names}
     head = settings["model.head_width"]
     # The same in two ways: all channels, and none named.
-    if settings.get("model.attention") != "latent" and settings.get("model.rope_width") == head:
+    if settings.get("model.attention") == "grouped" and settings.get("model.rope_width") == head:
         settings["model.rope_width"] = None
     if settings.get("model.value_width") == head:
         settings["model.value_width"] = None

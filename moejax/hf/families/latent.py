@@ -1,11 +1,11 @@
 """Tables of families with latent attention; read `tables` first.
 
-Sources: DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3 models), Zhipu AI 2026
-(GLM-4.7-Flash), Kimi Team 2025 (Kimi Linear).
+Sources: DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3 models) and 2025 (V3.2), Zhipu AI
+2026 (GLM-4.7-Flash, GLM-5), Kimi Team 2025 (Kimi Linear).
 """
 
 from moejax.hf.families.attention import LatentHeads
-from moejax.hf.families.blocks import FIRST_DENSE, KimiLayers, MlpTypes
+from moejax.hf.families.blocks import FIRST_DENSE, KimiLayers, MlpTypes, OwnIndexers
 from moejax.hf.families.experts import (
     CHOICES,
     PAPER,
@@ -22,10 +22,13 @@ from moejax.hf.families.tensors import (
     DENSE,
     EXPERTS,
     FUSED,
+    INDEX_WEIGHTS,
+    INDEXER,
     KIMI,
     KIMI_EXPERTS,
     LATENT,
     NORMS,
+    PAIRED_INDEXER,
     ROOT,
     SHARED,
     UNPAIRED,
@@ -34,9 +37,8 @@ from moejax.hf.families.tensors import (
     selection_bias,
 )
 
-MLA = (
+_WITHOUT_HEADS = (
     CHOICES,
-    LatentHeads(),
     SHARED_EXPERTS,
     DenseHidden(),
     Rope(latent=True),
@@ -44,6 +46,20 @@ MLA = (
     Same("moe_intermediate_size", "moe.expert_hidden"),
     Always("attention_bias", False),
     Always("moe_layer_freq", 1),
+)
+MLA = (LatentHeads(), *_WITHOUT_HEADS)
+# Each query chooses its keys by an indexer.
+SPARSE = (
+    LatentHeads(form="sparse"),
+    *_WITHOUT_HEADS,
+    MlpTypes(counts=True),
+    OwnIndexers(),
+    Same("index_n_heads", "model.indexer.heads"),
+    Same("index_head_dim", "model.indexer.width"),
+    Same("index_topk", "model.indexer.keys"),
+    Same("routed_scaling_factor", "moe.router.weight_scale", default=2.5),
+    Always("mlp_bias", False),
+    Always("index_topk_freq", 1, others=(None,), written=False),
 )
 
 # Heads that follow from others, and queries that are projected directly.
@@ -120,6 +136,58 @@ GLM4_MOE_LITE = Family(
     missing={"n_group": 1, "num_key_value_heads": 20, "q_lora_rank": 768, "topk_group": 1},
     null={**FOLLOWING, "mlp_layer_types": None, "num_nextn_predict_layers": 0},
     rules=(*BIASED, *LATENT),
+    experts=(EXPERTS, FUSED),
+    ahead="num_nextn_predict_layers",
+)
+
+SPARSE_NULLS = {
+    **dict.fromkeys(
+        ("index_topk_pattern", "indexer_types", "layer_types", "mlp_layer_types"), None
+    ),
+    **dict.fromkeys(("head_dim", "qk_head_dim"), None),
+    **POSITIONS,
+    "num_nextn_predict_layers": 0,
+}
+
+DEEPSEEK_V32 = Family(
+    name="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    parts=(*SPARSE, *V3, Always("indexer_rope_interleave", False, written=False)),
+    implied={"moe.router.score": "sigmoid"},
+    missing={
+        "first_k_dense_replace": 3,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 2048,
+        "n_group": 8,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "topk_group": 4,
+    },
+    null=SPARSE_NULLS,
+    rules=(*BIASED, *LATENT, *INDEXER, INDEX_WEIGHTS),
+    experts=(EXPERTS, FUSED),
+    ahead="num_nextn_predict_layers",
+)
+
+GLM_MOE_DSA = Family(
+    name="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
+    parts=(*SPARSE, *V3, Always("indexer_rope_interleave", True)),
+    implied={"moe.router.score": "sigmoid"},
+    unused=("index_share_for_mtp_iteration", "index_skip_topk_offset", "moe_router_dtype"),
+    missing={
+        "first_k_dense_replace": 3,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_topk": 2048,
+        "n_group": 1,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 2048,
+        "topk_group": 1,
+    },
+    null=SPARSE_NULLS,
+    rules=(*BIASED, *LATENT, *PAIRED_INDEXER, INDEX_WEIGHTS),
     experts=(EXPERTS, FUSED),
     ahead="num_nextn_predict_layers",
 )

@@ -19,7 +19,14 @@ from moejax.hf.families.blocks import LastFull, LayerTypes, LinearTypes, OneWind
 from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
 from moejax.hf.families.family import COMMON, GELU, Around, Family
-from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_LINEAR
+from moejax.hf.families.latent import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+    KIMI_LINEAR,
+)
 from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
 from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope, TwoRopes
 from moejax.hf.families.tensors import (
@@ -470,6 +477,8 @@ FAMILIES = (
     GLM4_MOE,
     MINIMAX_M2,
     GLM4_MOE_LITE,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
     SOLAR_OPEN,
     DOTS1,
     HY_V3,

@@ -46,6 +46,19 @@ LATENT = (
     Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
 )
 
+# The indexer of sparse attention, whose first channels rotate: as halves (DeepSeek-V3.2), or in
+# pairs (GLM-5). What DeepSeek's code has in float32 stays so.
+INDEXER = (
+    Rule("attention.indexer.w_q", "self_attn.indexer.wq_b.weight", "IJ Z"),
+    Rule("attention.indexer.w_k", "self_attn.indexer.wk.weight", "J D"),
+    Rule("attention.indexer.k_scale", "self_attn.indexer.k_norm.weight", wide=True),
+    Rule("attention.indexer.k_bias", "self_attn.indexer.k_norm.bias", wide=True),
+)
+PAIRED_INDEXER = tuple(replace(rule, paired="J", leading=True) for rule in INDEXER)
+INDEX_WEIGHTS = Rule(
+    "attention.indexer.w_weights", "self_attn.indexer.weights_proj.weight", "I D", wide=True
+)
+
 # Nothing rotates, so no channels are paired (Kimi Linear).
 UNPAIRED = tuple(replace(rule, paired="") for rule in LATENT)
 

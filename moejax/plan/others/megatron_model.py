@@ -25,6 +25,8 @@ def model_options(cfg: Config) -> list[Option]:
         "disable-bias-linear": None,
     }
     values |= _latent(model) if model.is_latent else _grouped(model)
+    if model.is_sparse:
+        values |= _indexer(cfg)
     if not model.tie_embeddings:
         values["untie-embeddings-and-output-weights"] = None
     if model.predict_ahead:
@@ -60,6 +62,20 @@ def _latent(model: ModelConfig) -> dict[str, Value]:
     }
     if model.q_latent is not None:
         values["q-lora-rank"] = model.q_latent
+    return values
+
+
+def _indexer(cfg: Config) -> dict[str, Value]:
+    own, loss = cfg.model.indexer, cfg.train.indexer_loss
+    values: dict[str, Value] = {
+        "experimental-attention-variant": "dsa",
+        "dsa-indexer-n-heads": own.heads,
+        "dsa-indexer-head-dim": own.width,
+        "dsa-indexer-topk": own.keys,
+        "dsa-indexer-loss-coeff": loss,
+    }
+    if loss:  # over the keys chosen
+        values["dsa-indexer-use-sparse-loss"] = None
     return values
 
 

@@ -19,7 +19,7 @@ from moejax.comm.links import build_link
 from moejax.comm.weights.adapters import Adapter
 from moejax.comm.weights.stage_weights import gather_stage_weights
 from moejax.config.compression import build_compression
-from moejax.config.schema import CompressionConfig, LinearConfig, LoraConfig
+from moejax.config.schema import CompressionConfig, IndexerConfig, LinearConfig, LoraConfig
 from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
@@ -34,6 +34,8 @@ NO_BALANCE = {"balance_loss": 0.0}
 INTERLEAVED = {"stage_chunks": 2}
 AHEAD = {"predict_ahead": 1}
 LATENT = {"attention": "latent", "kv_latent": 16, "q_latent": 8, "rope_width": 4}
+SPARSE = LATENT | {"attention": "sparse", "indexer": IndexerConfig(heads=6, width=8, keys=5)}
+SPARSE |= {"head_width": 8}
 UNTIED = {"tie_embeddings": False}
 DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
 # What a state answers at first is small; a larger epsilon keeps its norm from scaling rounding up.
@@ -217,6 +219,7 @@ CASES = {
     },
     "gated delta net": {"model": DELTA, "layers": 4},
     "Kimi's delta attention": {"model": KIMI, "layers": 4},
+    "sparse": {"model": SPARSE},
     # Without the constants of blocks, which have no gradient.
     "norms and heads of Gemma 4": {
         "model": {**GEMMA["model"], "num_layers": 4, "layer_scale": False},
