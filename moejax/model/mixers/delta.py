@@ -22,7 +22,8 @@ from moejax.comm.activations import enter_tensor, enter_tensor_together
 from moejax.comm.weights.adapters import product
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.delta import CHUNK, convolve, delta_step, gated_delta, next_tail
+from moejax.kernels.chunks import CHUNK, convolve, next_tail
+from moejax.kernels.delta import delta_step, gated_delta
 from moejax.kernels.kept import ATTENDED, INVERSES
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
