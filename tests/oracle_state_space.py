@@ -7,6 +7,38 @@ its values.
 import jax
 import jax.numpy as jnp
 
+from moejax.config.schema import Config
+from tests.oracle_delta import convolve_by_position
+
+
+def mamba(w, x, segments, cfg: Config):
+    """A block's Mamba-2."""
+    form = cfg.model.linear
+
+    def convolved(name):
+        y = jnp.einsum("BTD,DHC->BTHC", x, w[f"w_{name}"])
+        taps = w[f"convolve_{name}"]
+        flat = y.reshape(*y.shape[:2], -1)
+        flat = convolve_by_position(flat, taps.reshape(-1, taps.shape[-1]), segments)
+        z = flat.reshape(y.shape) + w.get(f"bias_{name}", 0.0)
+        return z / (1 + jnp.exp(-z))
+
+    q, k, v = map(convolved, "qkv")
+    step = jnp.log1p(jnp.exp(x @ w["w_step"] + w["step_bias"]))
+    step = jnp.where(step < form.least_step, form.least_step, step)
+    g = -jnp.exp(w["log_rate"]) * step
+    y, _ = states_by_position(q, k, v * step[..., None], g, segments)
+    gate = jnp.einsum("BTD,DHC->BTHC", x, w["w_gate"])
+    y = (y + w["skip"][:, None] * v) * gate / (1 + jnp.exp(-gate))
+    each = form.value_heads // form.key_heads  # heads of a group
+    sizes = []
+    for group in range(form.key_heads):
+        own = y[:, :, group * each : (group + 1) * each]
+        mean = jnp.mean(own**2, axis=(-2, -1), keepdims=True)
+        sizes.append(jnp.repeat(jnp.sqrt(mean + cfg.model.norm_epsilon), each, axis=2))
+    y = y / jnp.concatenate(sizes, axis=2) * w["scale"]
+    return jnp.einsum("BTHC,HCD->BTD", y, w["w_o"])
+
 
 def states_by_position(q, k, v, g, segment_BT, state=None):
     """Returns what each position reads, and the state after the last one, of `state_space`."""

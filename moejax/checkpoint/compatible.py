@@ -79,6 +79,7 @@ SHAPES = (
     "model.linear.key_width",
     "model.linear.value_width",
     "model.linear.convolution",
+    "model.linear.convolution_bias",
     "model.tie_embeddings",
     "model.predict_ahead",
     "moe.num_experts",
@@ -88,6 +89,7 @@ SHAPES = (
     "moe.shared_gate",
     "moe.own_norms",
     "moe.expert_scale",
+    "moe.latent",
     "moe.router_bias",
     "moe.expert_bias",
 )

@@ -26,12 +26,13 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 `comm.tokens.pipeline.dispatch_compute_combine` runs steps 5 to 7, in chunks that overlap. y_ND then
 returns to the layout between blocks, and the layer reports its load (`MoEStats`).
 
-Letters: B sequences, t positions on this device, N = B * t tokens, D width, E experts (e on this
-device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss, Q bins
-of quantile balancing.
+With `moe.latent` all tokens are projected to its width before step 3, and from it after step 7.
+
+Letters: B sequences, t positions on this device, N = B * t tokens, D width, Z width of a latent, E
+experts (e on this device), K choices a token, U gate and up (2), F hidden width, S spans of the
+balance loss, Q bins of quantile balancing.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ from moejax.comm.activations import (
     split_positions,
 )
 from moejax.comm.host import is_on_host, to_device
-from moejax.comm.weights.adapters import AdaptedWeight, Weight
+from moejax.comm.weights.adapters import AdaptedWeight, Weight, product
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.comm.weights.shard import as_shard
 from moejax.config.schema import ModelConfig, MoEConfig
@@ -115,6 +116,7 @@ class MoEWeights(NamedTuple):
     router_DE: Float[Array, "D E"]
     experts: ExpertWeights
     copies: Copies | None = None  # those that `experts` has, if they were chosen before
+    latent: tuple[Weight, Weight] | None = None  # projections [D, Z] and [Z, D]
 
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
@@ -133,16 +135,20 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
-        E, D, F = moe.num_experts, cfg.width, moe.expert_hidden
+        E, D, F, U = moe.num_experts, cfg.width, moe.expert_hidden, cfg.hidden_inputs
+        Z = moe.latent or D
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        out = jax.nn.initializers.normal(cfg.out_deviation)
         self.moe, self.spec, self.gate = moe, spec, Gate(cfg.activation, cfg.clamp)
         self.recorded: RecordedExperts | None = nnx.data(None)
         self.known_load: KnownLoad | None = nnx.data(None)
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
         M = num_places(moe, spec.layout) if spec.tables else E
-        self.w_in = nnx.Param(normal(rngs.params(), (M, D, 2, F), jnp.float32), dims="EDUF")
-        self.w_out = nnx.Param(out(rngs.params(), (M, F, D), jnp.float32), dims="EFD")
+        self.w_in = nnx.Param(normal(rngs.params(), (M, Z, U, F), jnp.float32), dims="EDUF")
+        self.w_out = nnx.Param(out(rngs.params(), (M, F, Z), jnp.float32), dims="EFD")
+        if moe.latent is not None:
+            self.w_down = nnx.Param(normal(rngs.params(), (D, Z), jnp.float32), dims="DZ")
+            self.w_up = nnx.Param(out(rngs.params(), (Z, D), jnp.float32), dims="ZD")
         self.bias = RouterBias(jnp.zeros((E,), jnp.float32), dims="E")
         if spec.tables:
             C = spec.layout.size(spec.layout.expert_owner_axes)
@@ -152,8 +158,8 @@ class MoE(nnx.Module):
         if moe.router_bias:
             self.b_router = nnx.Param(jnp.zeros((E,), jnp.float32), dims="E")
         if moe.expert_bias:
-            self.b_in = nnx.Param(jnp.zeros((M, 2, F), jnp.float32), dims="EUF")
-            self.b_out = nnx.Param(jnp.zeros((M, D), jnp.float32), dims="ED")
+            self.b_in = nnx.Param(jnp.zeros((M, U, F), jnp.float32), dims="EUF")
+            self.b_out = nnx.Param(jnp.zeros((M, Z), jnp.float32), dims="ED")
 
     def fetch(self) -> list[jax.Array]:
         """Starts to fetch the experts' weights, if they are on the host; returns their shards."""
@@ -176,11 +182,13 @@ class MoE(nnx.Module):
         )
         if self.moe.expert_bias:
             b_in, b_out = (gather_float32(b, self.spec) for b in (self.b_in, self.b_out))
-        experts = ExpertWeights(w_in, w_out, b_in, b_out, in_adapter, out_adapter)
+        experts, latent = ExpertWeights(w_in, w_out, b_in, b_out, in_adapter, out_adapter), None
+        if self.moe.latent is not None:
+            latent = gather_weight(self.w_down, self.spec), gather_weight(self.w_up, self.spec)
         if self.known_load is None:
-            return MoEWeights(router_DE, experts)
+            return MoEWeights(router_DE, experts, latent=latent)
         copies, held = copy_hot(self.known_load[...], experts, self.moe, self.spec.layout)
-        return MoEWeights(router_DE, held, copies)
+        return MoEWeights(router_DE, held, copies, latent)
 
     def __call__(
         self,
@@ -202,9 +210,11 @@ class MoE(nnx.Module):
         moe, layout = self.moe, self.spec.layout
         replicated = self.spec.route.replicated
         x_BtD = (enter_tensor if replicated else split_positions)(h_BtD, layout)
-        B, t, D = x_BtD.shape
+        B, t, _ = x_BtD.shape
         x_BtD, seen_BtD = (x_BtD, x_BtD) if inputs is None else inputs(x_BtD)
-        x_ND = x_BtD.reshape(-1, D)
+        if weights.latent is not None:
+            x_BtD = product(x_BtD, weights.latent[0])
+        x_ND = x_BtD.reshape(B * t, -1)
         with jax.named_scope("router"):
             logit_NE = self._logits(seen_BtD, weights.router_DE, noise)
             routing = self._route(logit_NE)
@@ -217,6 +227,8 @@ class MoE(nnx.Module):
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
         y_ND, overflow = self._run_experts(x_ND, routing.weight_NK, expert_NK, weights)
         y_BtD = y_ND.reshape(x_BtD.shape)
+        if weights.latent is not None:
+            y_BtD = product(y_BtD, weights.latent[1])
 
         def own_rows(x_N: jax.Array) -> jax.Array:
             own_Bt = own_positions(x_N.reshape(B, t, -1), layout)

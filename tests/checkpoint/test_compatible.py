@@ -47,6 +47,7 @@ OTHER = {
     "model.attention": "latent",
     "model.linear.form": "none",
     "model.positions": "none",
+    "moe.latent": 8,
     "model.rope_width": 4,
     "model.q_latent": 16,
     "model.kv_latent": 16,

@@ -18,6 +18,7 @@ from tests.annotations import without_annotations
 from tests.cases import (
     CERTAIN,
     GEMMA,
+    NEMOTRON,
     assert_close,
     one_device_state,
     part_of,
@@ -160,6 +161,7 @@ KINDS = [
         }
     },
     GEMMA,
+    NEMOTRON,
 ]
 
 
@@ -193,6 +195,8 @@ CASES = [
     Case((1, 2, 2, 2), 1, kinds=(16,)),
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(17,)),
     Case((1, 1, 4, 2), 2, ("replicated", "hidden"), "duplicate", kinds=(17,)),
+    Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(18,)),
+    Case((1, 1, 2, 4), 1, ("replicated", "hidden"), "duplicate", kinds=(18,)),
 ]
 
 MESHES = [
@@ -211,7 +215,7 @@ LAYOUTS += [("replicated", "hidden"), ("replicated", "folded")]
 # Three axes, most kinds of blocks and losses, and overflow rounds: what `make test` runs.
 USUAL = [CASES[number] for number in (5, 17)]
 # For `make test-all CASES=every`.
-RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25), 26)]
+RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25), 26, 28)]
 
 
 def how_often(case):
