@@ -30,9 +30,10 @@ from moejax.layout.layout import RANK
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's, in front of a module's name
 WEIGHT = ".weight"  # the parameter of a module that is a matrix
-FUSED = ("gate_up_proj", "down_proj")  # experts' parameters, in the order of transformers' modules
+# Experts' parameters, in the order of transformers' modules.
+FUSED = ("gate_up_proj", "up_proj", "down_proj")
 # Names in files of models whose modules transformers 5 has renamed.
-RENAMED = (".block_sparse_moe.", ".mlp.")
+RENAMED = ((".block_sparse_moe.", ".mlp."), ("backbone.", "model."))
 # Modules of older transformers, for which peft 0.21 takes targets of these names: those of other
 # modules are named as parameters, which it leaves as they are.
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
@@ -40,7 +41,10 @@ REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
 
 def parameter_of(tensor: Tensor) -> str:
     """Returns the name in transformers of a tensor's parameter."""
-    return tensor.name.replace(*RENAMED)
+    name = tensor.name
+    for before, after in RENAMED:
+        name = name.replace(before, after)
+    return name
 
 
 def module_of(tensor: Tensor) -> str:
@@ -110,7 +114,7 @@ def adapter_config(
 
 def _check(tensor: Tensor) -> None:
     """Refuses tensors whose adapters peft keeps in another form."""
-    if module_of(tensor).endswith("embed_tokens"):
+    if module_of(tensor).endswith(("embed_tokens", "embeddings")):
         raise InputError(
             f"the adapter of {tensor.name} has no place in peft's form here. Embeddings are looked "
             "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
