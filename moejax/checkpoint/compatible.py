@@ -55,6 +55,7 @@ SHAPES = (
     "model.kv_latent",
     "model.value_width",
     "model.mlp_hidden",
+    "model.activation",
     "model.first_dense_layers",
     "model.layers_before_stages",
     "model.stage_chunks",

@@ -210,11 +210,9 @@ class MoE(nnx.Module):
         moe, layout = self.moe, self.spec.layout
         replicated = self.spec.route.replicated
         x_BtD = (enter_tensor if replicated else split_positions)(h_BtD, layout)
-        B, t, _ = x_BtD.shape
+        B, t, D = x_BtD.shape
         x_BtD, seen_BtD = (x_BtD, x_BtD) if inputs is None else inputs(x_BtD)
-        if weights.latent is not None:
-            x_BtD = product(x_BtD, weights.latent[0])
-        x_ND = x_BtD.reshape(B * t, -1)
+        x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
             logit_NE = self._logits(seen_BtD, weights.router_DE, noise)
             routing = self._route(logit_NE)
@@ -227,8 +225,6 @@ class MoE(nnx.Module):
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
         y_ND, overflow = self._run_experts(x_ND, routing.weight_NK, expert_NK, weights)
         y_BtD = y_ND.reshape(x_BtD.shape)
-        if weights.latent is not None:
-            y_BtD = product(y_BtD, weights.latent[1])
 
         def own_rows(x_N: jax.Array) -> jax.Array:
             own_Bt = own_positions(x_N.reshape(B, t, -1), layout)
@@ -268,8 +264,10 @@ class MoE(nnx.Module):
     def _run_experts(
         self, x_ND: jax.Array, weight_NK: jax.Array, expert_NK: jax.Array, weights: MoEWeights
     ) -> tuple[jax.Array, Overflow]:
-        """The exchange and the experts: by experts, or with slots by places."""
+        """The exchange and the experts, at their width: by experts, or with slots by places."""
         moe, spec, experts, copies = self.moe, self.spec, weights.experts, weights.copies
+        if weights.latent is not None:
+            x_ND = product(x_ND, weights.latent[0])
         if spec.tables:
             expert_NK, moe = by_table(expert_NK, self.table[...], moe, spec.layout)
         elif moe.slots:
@@ -279,7 +277,8 @@ class MoE(nnx.Module):
             else:
                 copies = shared_anew(copies, load_E, moe, spec.layout)
             expert_NK, moe = spread(expert_NK, copies, moe, spec.layout)
-        return moe_ffn(x_ND, weight_NK, expert_NK, experts, moe, spec, gate=self.gate)
+        y_ND, overflow = moe_ffn(x_ND, weight_NK, expert_NK, experts, moe, spec, gate=self.gate)
+        return y_ND if weights.latent is None else product(y_ND, weights.latent[1]), overflow
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None

@@ -58,10 +58,6 @@ ROUTES = {
     "qwen3": (FOUR, {}),
 }
 ALWAYS = ("mixtral", "deepseek_v3")  # grouped and latent attention
-# Adapters of parameters that share a tensor have no place in peft's form.
-JOINED = ("qwen3_next", "qwen3_5_moe_text")
-# Of Mamba-2 all but the last matrix do.
-APART = {"nemotron_h": ("attention.w_o", "moe.w_in", "moe.w_out", "moe.w_down", "mlp.w_*")}
 
 
 def models() -> list:
@@ -182,13 +178,11 @@ def test_an_export_writes_the_text_that_generate_writes(tmp_path, theirs, capsys
     [
         pytest.param(family, marks=() if family == "mixtral" else pytest.mark.exhaustive)
         for family in FAMILIES
-        if family not in JOINED
     ],
 )
 def test_peft_computes_with_an_adapter_what_the_run_computes(tmp_path, theirs, family):
     base = golden_folder(tmp_path / "base", cases_of(family)[even_case(family)])
-    targets = {"targets": APART[family]} if family in APART else {}
-    train_step, state = write_run(tmp_path / "run", base, FOUR, SHAPE, **targets)
+    train_step, state = write_run(tmp_path / "run", base, FOUR, SHAPE)
     for folder, adapter in (("merged", False), ("adapter", True)):
         export_run(tmp_path / "run", tmp_path / folder, dtype="float32", adapter=adapter)
     token_BT = tokens(train_step.cfg.model.vocab_size)
