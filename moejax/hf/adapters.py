@@ -39,8 +39,8 @@ RENAMED = ((".block_sparse_moe.", ".mlp."), ("backbone.", "model."))
 # Modules of older transformers, for which peft 0.21 takes targets of these names: those of other
 # modules are named as parameters, which it leaves as they are.
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
-# As a module it is refused in Nemotron-H, whose kernels read the weight past it.
-REMAPPED += ("out_proj",)
+# Mamba-2's last matrix: peft 0.21 refuses it, because kernels read the weight past an adapter.
+WITHOUT = "mixer.out_proj"
 
 
 def parameter_of(tensor: Tensor) -> str:
@@ -129,6 +129,11 @@ def _check(tensor: Tensor) -> None:
             f"the adapter of {tensor.name} has no place in peft's form here. Embeddings are looked "
             "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
             "weights."
+        )
+    if module_of(tensor).endswith(WITHOUT):
+        raise InputError(
+            f"the adapter of {tensor.name} has no place in peft, which refuses this matrix of "
+            "Mamba-2. Train without it in lora.targets, or export the merged weights."
         )
     if not (is_fused(tensor.view) or tensor.name.endswith(WEIGHT)):
         raise InputError(

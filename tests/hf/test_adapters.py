@@ -172,6 +172,12 @@ def test_parameters_that_share_a_tensor_have_one_adapter(tmp_path):
     assert (config["rank_pattern"], config["alpha_pattern"]) == ({module: 4}, {module: 6.0})
 
 
+def test_an_adapter_that_peft_refuses_in_mamba_is_refused(tmp_path):
+    out = tensor("backbone.layers.0.mixer.out_proj.weight", VIEWS["output"])
+    with pytest.raises(InputError, match=r"mixer\.out_proj\.weight has no place in peft, which"):
+        write(tmp_path, [out], LoraConfig(rank=2))
+
+
 def test_an_embeddings_adapter_is_refused(tmp_path):
     table = tensor("model.embed_tokens.weight", view("VD", "V D"))
     with pytest.raises(InputError, match=r"model\.embed_tokens\.weight has no place"):
