@@ -18,6 +18,7 @@ from moejax.config.schema import (
     Config,
     DataConfig,
     FullAttentionConfig,
+    LinearConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -74,6 +75,20 @@ GEMMA = {
         "own_norms": True,
         "expert_scale": True,
     },
+}
+
+# Layers of Mamba-2, attention without positions, experts at a latent, or an MLP (Nemotron-H).
+MAMBA = LinearConfig("mamba2", 4, 8, key_width=6, value_width=4, convolution=3)
+NEMOTRON = {
+    "model": {
+        "num_layers": 5,
+        "activation": "relu2",
+        "positions": "none",
+        "layer_attention": ("linear", "none", "full", "none", "linear"),
+        "layer_mlps": ("none", "dense", "none", "experts", "none"),
+        "linear": dataclasses.replace(MAMBA, convolution_bias=True, least_step=0.05),
+    },
+    "moe": {"latent": 16, "num_shared_experts": 1, "shared_hidden": 24},
 }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from moejax.config.schema import Config, FullAttentionConfig, ModelConfig, RopeConfig
 from tests.oracle_delta import linear
+from tests.oracle_state_space import mamba
 
 
 def attend(w, x, segments, block: int, cfg: Config):
@@ -26,7 +27,8 @@ def attend(w, x, segments, block: int, cfg: Config):
         full = model.layer_attention[block] == "full"
     usual = "linear" if model.linear.form != "none" else "window"
     if not full and (model.layer_attention or (usual,) * (block + 1))[block] == "linear":
-        return linear(w, x, segments, cfg)
+        mix = mamba if model.linear.form == "mamba2" else linear
+        return mix(w, x, segments, cfg)
     window = T if full else window
     back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     if model.full_attention != FullAttentionConfig():

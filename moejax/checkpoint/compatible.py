@@ -55,6 +55,7 @@ SHAPES = (
     "model.kv_latent",
     "model.value_width",
     "model.mlp_hidden",
+    "model.activation",
     "model.first_dense_layers",
     "model.layers_before_stages",
     "model.stage_chunks",
@@ -81,6 +82,7 @@ SHAPES = (
     "model.linear.key_width",
     "model.linear.value_width",
     "model.linear.convolution",
+    "model.linear.convolution_bias",
     "model.tie_embeddings",
     "model.predict_ahead",
     "moe.num_experts",
@@ -90,6 +92,7 @@ SHAPES = (
     "moe.shared_gate",
     "moe.own_norms",
     "moe.expert_scale",
+    "moe.latent",
     "moe.router_bias",
     "moe.expert_bias",
 )

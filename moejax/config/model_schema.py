@@ -1,5 +1,6 @@
 """The settings of the model: blocks, rotary positions, router, experts."""
 
+import math
 from dataclasses import dataclass
 
 from moejax.config.declare import section, setting
@@ -53,9 +54,9 @@ class LinearConfig:
     form: str = setting(
         "none",
         "gated_delta: gated delta net (Qwen3-Next), kimi_delta: with fading of each channel (Kimi "
-        "Linear), in blocks without softmax attention, which are all but each "
-        "model.full_attention_every-th; none: no block has it",
-        choices=("none", "gated_delta", "kimi_delta"),
+        "Linear), mamba2: Mamba-2 (Nemotron-H), in blocks without softmax attention, which are all "
+        "but each model.full_attention_every-th; none: no block has it",
+        choices=("none", "gated_delta", "kimi_delta", "mamba2"),
     )
     key_heads: int = setting(2, "heads of queries and keys", at_least=1)
     value_heads: int = setting(4, "heads of values, with a state each; a multiple", at_least=1)
@@ -64,6 +65,8 @@ class LinearConfig:
     convolution: int = setting(
         4, "positions that the convolution of queries, keys and values sees", at_least=1
     )
+    convolution_bias: bool = setting(False, "mamba2: biases of the convolution")
+    least_step: float = setting(0.0, "mamba2: least time step of a position", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class ModelConfig:
     head_width: int = setting(32, "C: channels of one head", at_least=2)
     positions: str = setting(
         "rotary",
-        "rotary: queries and keys rotate; none: they do not (Kimi Linear)",
+        "rotary: queries and keys rotate; none: they do not (Kimi Linear, Nemotron-H)",
         choices=("rotary", "none"),
     )
     rope_width: int | None = setting(
@@ -159,14 +162,15 @@ class ModelConfig:
     )
     layer_mlps: tuple[str, ...] = setting(
         (),
-        "MLP of each layer, as a list, if first_dense_layers and moe_every cannot express it",
-        choices=("dense", "experts"),
+        "MLP of each layer, as a list, if first_dense_layers and moe_every cannot express it; "
+        "none: the layer is attention alone (Nemotron-H)",
+        choices=("dense", "experts", "none"),
     )
     activation: str = setting(
         "swiglu",
         "activation of MLPs and experts; clamped_swiglu clamps gate and up (gpt-oss); geglu: GELU, "
-        "by tanh, of the gate times up (Gemma)",
-        choices=("swiglu", "clamped_swiglu", "geglu"),
+        "by tanh, of the gate times up (Gemma); relu2: square of ReLU, without a gate (Nemotron)",
+        choices=("swiglu", "clamped_swiglu", "geglu", "relu2"),
     )
     activation_limit: float = setting(
         7.0, "clamped_swiglu: largest gate, and largest size of up", above=0
@@ -229,8 +233,9 @@ class ModelConfig:
     )
     layer_attention: tuple[str, ...] = setting(
         (),
-        "attention of each layer, as a list, if full_attention_every cannot express it",
-        choices=("window", "full", "linear"),
+        "attention of each layer, as a list, if full_attention_every cannot express it; none: the "
+        "layer is an MLP or experts alone (Nemotron-H)",
+        choices=("window", "full", "linear", "none"),
     )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
     init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -296,13 +301,29 @@ class ModelConfig:
         return self.activation_limit if self.activation == "clamped_swiglu" else None
 
     @property
+    def hidden_inputs(self) -> int:
+        """U: matrices into the hidden layer of an MLP: gate and up, or one without a gate."""
+        return 1 if self.activation == "relu2" else 2
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that add to the residual stream: attention and MLP of a whole block."""
+        missing = self.layer_attention.count("none") + self.layer_mlps.count("none")
+        return 2 * self.num_layers - missing
+
+    @property
+    def out_deviation(self) -> float:
+        """Standard deviation of initial weights whose products are added to the residual stream."""
+        return self.init_deviation / math.sqrt(self.parts)
+
+    @property
     def has_experts(self) -> bool:
         """True if any block has experts."""
-        return bool(self.layer_mlps) or self.moe_every is not None
+        return "experts" in self.layer_mlps if self.layer_mlps else self.moe_every is not None
 
     @property
     def mlps(self) -> tuple[str, ...]:
-        """Returns "dense" or "experts" for each block."""
+        """Returns "dense", "experts" or "none" for each block."""
         if self.layer_mlps:
             return self.layer_mlps
         every, first = self.moe_every, 1 - self.first_dense_layers
@@ -404,6 +425,12 @@ class MoEConfig:
     )
     expert_scale: bool = setting(
         False, "a learned factor of each expert on its routing weights (Gemma 4)"
+    )
+    latent: int | None = setting(
+        None,
+        "width at which experts take and return rows, between projections of all tokens (Nemotron "
+        "3 Super); none: model.width",
+        at_least=1,
     )
     router_bias: bool = setting(False, "a learned bias of the router's logits (gpt-oss)")
     expert_bias: bool = setting(False, "biases of the experts' two products (gpt-oss)")

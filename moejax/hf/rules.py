@@ -37,8 +37,9 @@ class Rule:
 
     Attributes:
       ours: path of a parameter below its block, or from the model's root.
-      theirs: name of the tensor below its layer, or whole; {E} stands for an expert's number.
-        Parameters of `predict_ahead` outside its block are below its layer too.
+      theirs: name of the tensor below its layer, or whole; {E} stands for an expert's number, and
+        {L} for the layer's, in a name that is whole. Parameters of `predict_ahead` outside its
+        block are below its layer too.
       dims: letters that each of its dimensions joins, with spaces between; "1" for one element.
       at: the position of a letter that the tensor lacks.
       paired: letter whose rotary channels are pairs in the tensor, and halves here.
@@ -248,10 +249,11 @@ def _expand(
     apart = (("E", 0),) if "{E}" in rule.theirs else ()
     view = View(parameter.dims, sizes, groups, apart + rule.at, paired)
     for index, number in enumerate(place.layers or (None,)):
-        prefix = "" if number is None else LAYER.format(number)
+        own_layer = number is not None and "{L}" not in rule.theirs
+        prefix = LAYER.format(number) if own_layer else ""
         repeat = index if place.stacked else None
         for expert in range(view.size["E"]) if apart else (0,):
-            name = prefix + rule.theirs.replace("{E}", str(expert))
+            name = prefix + rule.theirs.replace("{L}", str(number)).replace("{E}", str(expert))
             own = replace(view, at=(("E", expert), *rule.at)) if apart else view
             yield Tensor(name, parameter.path, repeat, own, rule.wide, rows)
 

@@ -6,7 +6,7 @@ letters of the model:
     B sequences             H query heads         E experts
     T positions (queries)   G key/value heads     K experts chosen per token
     S positions (keys)      C channels a head     F hidden width of an MLP or expert
-    D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
+    D model width           V vocabulary          U gate and up (2), or 1; W both joined (U * F)
     N tokens                L layers              A rank of an adapter
     Z width of a latent     R channels of a head that rotate
     O model width of the outputs, where inputs have it too (D)

@@ -22,6 +22,8 @@ SPARSE = f"{LATENT} model.attention=sparse model.q_latent=16"
 YARN = "model.rope.scaling=yarn model.rope.factor=2"
 FULL = "model.sliding_window=4 model.full_attention_every=2"
 DELTA = "model.linear.form=gated_delta model.full_attention_every=2"
+ALONE = "model.linear.form=mamba2 model.layer_attention=linear,none,full,none \
+model.layer_mlps=none,experts,none,dense"
 KIMI = "model.linear.form=kimi_delta model.full_attention_every=2 model.linear.value_heads=2"
 # Large enough for a tensor axis of eight.
 LARGE = (
@@ -40,6 +42,10 @@ mesh.expert=4 mesh.tensor=2 mesh.simulated_devices=8
 {SPARSE} mesh.expert=2 mesh.tensor=2 model.indexer.keys=8 train.indexer_loss=1
 {SPARSE} mesh.stage=2 train.micro_batches=2
 {KIMI} mesh.expert=2 mesh.tensor=2 model.positions=none
+{ALONE} mesh.expert=2 mesh.tensor=2 model.positions=none model.activation=relu2 moe.latent=32
+{ALONE} model.linear.convolution_bias=true model.linear.least_step=0.01
+model.layer_attention=full,none,full,none model.layer_mlps=none,dense,none,dense \
+model.moe_every=none
 mesh.replica=none mesh.expert=2 mesh.simulated_devices=8
 mesh.expert=2 mesh.tensor=2 mesh.expert_weights=folded
 mesh.tensor=2 mesh.activations=replicated
@@ -122,6 +128,15 @@ model.sliding_window=9 -> has 0 blocks
 {DELTA} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
 {DELTA} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... gated_delta
 {DELTA} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> from slice to slice
+model.layer_attention=full,none,full,none model.layer_mlps=none,dense,none,dense \
+model.moe_every=none mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> has none, and
+{ALONE} model.predict_ahead=1 -> `model.predict_ahead` has a block like the last one
+{ALONE} moe.latent=33 mesh.expert=2 -> `moe.latent` = 33 ... 32 or 34
+{DELTA} model.linear.least_step=0.1 -> has no effect: only `model.linear.form` mamba2
+{ALONE} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
+{ALONE} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... mamba2
+model.layer_attention=none,full,full,full model.layer_mlps=none,experts,dense,dense -> both have
+model.layer_mlps=dense,none,dense,dense -> names no block with experts
 model.linear.form=kimi_delta -> `model.linear.key_heads` = 2 and ... = 4 differ
 {KIMI} model.linear.value_width=33 mesh.expert=2 -> `model.linear.value_width` = 33 ... 32 or 34
 model.positions=none model.rope.theta=5 -> has no effect: `model.positions` is none

@@ -35,16 +35,17 @@ FIELD_NAMES = {
     ),
     "model.full_attention": "head_width keys_are_values num_kv_heads theta turned_channels",
     "model.indexer": "heads keys width",
-    "model.linear": "convolution form key_heads key_width value_heads value_width",
+    "model.linear": (
+        "convolution convolution_bias form key_heads key_width least_step value_heads value_width"
+    ),
     "model.rope": (
         "attention_factor beta_fast beta_slow factor high_frequency_factor "
         "low_frequency_factor mscale mscale_all_dim scaling theta trained_length truncate"
     ),
     "moe": (
         "capacity_factor expert_bias expert_hidden expert_scale experts_per_token headroom "
-        "implementation num_experts num_shared_experts own_norms router_bias shared_gate "
-        "shared_hidden "
-        "slots slots_from"
+        "implementation latent num_experts num_shared_experts own_norms router_bias shared_gate "
+        "shared_hidden slots slots_from"
     ),
     "moe.router": (
         "balance_loss balance_over bias_update_rate forced groups_per_token jitter num_groups "
@@ -90,4 +91,4 @@ def test_describe_fields_lists_each_setting_with_its_type_and_range():
     assert rows["data.train_weights"][0] == "tuple[float, ...]"
     assert rows["moe.router.jitter"][3] == "at least 0 and at most 0.5"
     assert rows["model.dtype"][3] == "one of float32, bfloat16"
-    assert rows["model.layer_mlps"][3] == "a list of dense, experts"
+    assert rows["model.layer_mlps"][3] == "a list of dense, experts, none"

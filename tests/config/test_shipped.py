@@ -26,6 +26,7 @@ MODELS = {
     "kimi_linear_48b_a3b": "Kimi-Linear-48B-A3B",
     "minimax_m2": "MiniMax-M2",
     "mixtral_8x7b": "Mixtral-8x7B",
+    "nemotron_3_nano_30b_a3b": "Nemotron-3-Nano-30B-A3B",
     "olmoe_1b_7b": "OLMoE-1B-7B",
     "qwen3_235b_a22b": "Qwen3-235B-A22B",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",

@@ -123,6 +123,19 @@ def kimi_experts(number: int, chosen: int, shared: int, hidden: tuple[int, int])
     return {**found, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
 
 
+def nemotron(layers: str, mamba: Sequence[int], hidden: Sequence[int]) -> dict:
+    """Layers by their signs; Mamba-2's groups, heads, channels of both, and its convolution."""
+    keys = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
+    widths = ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size")
+    kinds = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+    return {
+        "layers_block_type": [kinds[sign] for sign in layers],
+        "time_step_limit": [0.0, 9.0],  # without effect; infinity is no JSON
+        **dict(zip(keys, mamba, strict=True)),
+        **dict(zip(widths, hidden, strict=True)),
+    }
+
+
 def gemma(number: int, chosen: int, hidden: Sequence[int]) -> dict:
     """Experts and the MLP beside them, under Gemma's names, in the form that has experts."""
     keys = {"enable_moe_block": True, "num_experts": number, "top_k_experts": chosen}
@@ -665,6 +678,31 @@ CASES: dict[str, dict[str, dict]] = {
             "attention_k_eq_v": True,
             "layer_types": ["sliding_attention", "full_attention"],
             "final_logit_softcapping": 5.0,
+        },
+    },
+    "nemotron_h": {
+        "odd, a latent, least steps": {
+            **ODD,
+            "hidden_size": 20,
+            "head_dim": 6,
+            **nemotron("ME*-M", (3, 6, 7, 5, 3), (14, 10, 12)),
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": 8,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "time_step_min": 0.6,
+        },
+        "even, groups": {
+            **EVEN,
+            "hidden_size": 24,
+            "head_dim": 6,
+            **nemotron("MEM*E", (4, 8, 8, 6, 4), (16, 8, 16)),
+            "n_routed_experts": 24,
+            "num_experts_per_tok": 6,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_conv_bias": False,
         },
     },
 }

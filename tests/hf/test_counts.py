@@ -39,6 +39,9 @@ What `published.json` was compared with, because the files of the authors could 
 - Gemma-4-26B-A4B: all sizes are from memory, but the number of layers and their pattern, which are
   defaults of transformers' `Gemma4TextConfig`, and 2 key and value heads without a window, which a
   comment there names. They make 25.2 billion parameters, 3.8 billion active, as published.
+- Nemotron-3-Nano-30B-A3B: a copy of the whole file in a test of a public repository; equal.
+- Nemotron-3-Super-120B-A12B: sizes and layers alone, from public scripts for Megatron-LM and notes,
+  which agree; channels of a state, groups and positions of the convolution are those of Nano.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
 """
 

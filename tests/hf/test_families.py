@@ -126,6 +126,27 @@ KNOWN = {
         "moe.num_shared_experts": 3,
         "moe.shared_hidden": None,
     },
+    "Nemotron-3-Super-120B-A12B": {
+        "model.num_layers": 88,
+        "moe.latent": 1024,
+        "moe.router.weight_scale": 5.0,
+        "moe.router.balance_loss": pytest.approx(40 * 0.0001),
+    },
+    "Nemotron-3-Nano-30B-A3B": {
+        "model.num_layers": 52,
+        "model.positions": "none",
+        "model.activation": "relu2",
+        "model.linear.form": "mamba2",
+        "model.linear.key_heads": 8,
+        "model.linear.value_heads": 64,
+        "model.linear.convolution_bias": True,
+        "model.linear.least_step": 0.001,
+        "moe.latent": None,
+        "moe.num_shared_experts": 2,
+        "moe.router.score": "sigmoid",
+        "moe.router.weight_scale": 2.5,
+        "moe.router.balance_loss": pytest.approx(23 * 0.0001),
+    },
 }
 
 
@@ -341,6 +362,42 @@ REFUSED = [
             ("full_attention", None),
         )
     ),
+    *(
+        ("Nemotron-3-Nano-30B-A3B", {key: value}, f"`{key}` is {value!r}")
+        for key, value in (
+            ("n_shared_experts", 2),
+            ("mlp_hidden_act", "silu"),
+            ("mamba_hidden_act", "gelu"),
+            ("tie_word_embeddings", True),
+            ("attention_bias", True),
+            ("mamba_proj_bias", True),
+            ("mlp_bias", True),
+            ("use_bias", True),
+            ("residual_in_fp32", True),
+            ("sliding_window", 4096),
+            ("hidden_dropout", 0.1),
+            ("num_nextn_predict_layers", 2),
+        )
+    ),
+    ("Nemotron-3-Nano-30B-A3B", {"norm_eps": 1e-6}, "keys disagree: `layer_norm_epsilon` is 1e-05"),
+    ("Nemotron-3-Nano-30B-A3B", {"num_hidden_layers": 51}, "keys disagree: `num_hidden_layers` is"),
+    (
+        "Nemotron-3-Nano-30B-A3B",
+        {"layer_types": ["moe"]},
+        "One must say linear_attention",
+    ),
+    ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "MX"}, "One must say linear_attention"),
+    (
+        "Nemotron-3-Nano-30B-A3B",
+        {"hybrid_override_pattern": None},
+        "override_pattern` is None",
+    ),
+    (
+        "Nemotron-3-Nano-30B-A3B",
+        {"layers_block_type": ["mamba"] * 52},
+        "`layers_block_type` has 52 layers, `hybrid_override_pattern` is 'MEM",
+    ),
+    ("Nemotron-3-Nano-30B-A3B", {"mamba_d_conv": 4}, "`mamba_d_conv` = 4 is a key whose meaning"),
     ("Qwen3-30B-A3B", {"rope_scaling": {"mrope_section": [1]}}, "has `mrope_section` = [1]"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
@@ -382,6 +439,10 @@ WITHOUT_KEY = [
         {"model.full_attention_every": None, "model.layer_attention": ("full", *("window",) * 29)},
         "no key for",
     ),
+    ("Nemotron-3-Nano-30B-A3B", {"model.linear.form": "kimi_delta"}, "form` is kimi_delta"),
+    ("Nemotron-3-Nano-30B-A3B", {"model.positions": "rotary"}, "no key for `model.positions`"),
+    ("Nemotron-3-Nano-30B-A3B", {"model.tie_embeddings": True}, "key for `model.tie_embeddings`"),
+    ("Nemotron-3-Nano-30B-A3B", {"model.layer_mlps": ()}, "does not have attention, an MLP or exp"),
     ("Mixtral-8x7B", {"model.value_norm": True}, "no key for `model.value_norm` = True"),
     ("Mixtral-8x7B", {"model.activation": "geglu"}, "no key for `model.activation` = 'geglu'"),
     ("Mixtral-8x7B", {"moe.num_shared_experts": 1}, "no key for `moe.num_shared_experts` = 1"),
@@ -499,6 +560,30 @@ def test_heads_of_blocks_without_a_window_are_said_in_two_ways():
     assert read({**config, "layer_types": windows}) == read(config)
     apart = read({**config, "attention_k_eq_v": False})
     assert apart["model.full_attention.num_kv_heads"] is None
+
+
+def test_layers_of_nemotron_h_are_a_pattern_or_a_list():
+    config = PUBLISHED["Nemotron-3-Nano-30B-A3B"]
+    names = {"M": "mamba", "E": "moe", "*": "attention"}  # as older transformers call them
+    kinds = [names[sign] for sign in config["hybrid_override_pattern"]]
+    listed = {key: x for key, x in config.items() if key not in ("hybrid_override_pattern",)}
+    assert read({**listed, "layers_block_type": kinds}) == read(config)
+    del listed["num_hidden_layers"]
+    assert read({**listed, "layer_types": kinds}) == read(config)
+
+
+def test_a_nemotron_h_without_experts_has_no_settings_of_experts():
+    config = PUBLISHED["Nemotron-3-Nano-30B-A3B"]
+    keys = {"hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5}
+    settings = read({**config, **keys})
+    assert settings["model.moe_every"] is None
+    assert settings["model.mlp_hidden"] == 1856
+    assert not [name for name in settings if name.startswith("moe.")]
+    cfg = from_settings(settings)
+    check(cfg)
+    written = family_of(config).write(cfg, config)
+    assert written["hybrid_override_pattern"] == "M-M*-"
+    assert differences(from_settings(read(written)), cfg) == []
 
 
 @pytest.mark.parametrize("turned", [2, 4, 6, 58, 62])

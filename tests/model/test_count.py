@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from moejax.config.checks.size import parameters_of
 from moejax.config.load import load_config
 from moejax.config.schema import (
     Config,
@@ -16,7 +17,7 @@ from moejax.config.schema import (
     ModelConfig,
     MoEConfig,
 )
-from moejax.layout.layout import build_layout
+from moejax.layout.layout import build_layout, is_product
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import count
 from moejax.step.train_step import build_step
@@ -92,6 +93,29 @@ def test_linear_attention_costs_three_products_of_its_states_and_a_convolution(f
     own, wanted = (count(Config(model=model), {}).flops_per_token for model in (hybrid, full))
     of_position = 2 * 3 * 4 * 6 * 5 + 2 * 3 * (2 * keys * 6 + 4 * 5)
     assert abs(own - wanted / 4 - 3 * 3 * of_position) <= 1  # quotients are rounded
+
+
+def test_mamba_costs_two_products_of_its_states_and_parts_that_are_missing_nothing():
+    linear = LinearConfig("mamba2", 2, 4, key_width=6, value_width=5, convolution=3)
+    sees, mlps = ("linear", "none", "linear", "none"), ("none", "dense") * 2
+    model = ModelConfig(num_layers=4, linear=linear, layer_attention=sees, layer_mlps=mlps)
+    cfg = Config(model=dataclasses.replace(model, moe_every=None, activation="relu2"))
+    of_position = 2 * 2 * 4 * 6 * 5 + 2 * 3 * (2 * 2 * 6 + 4 * 5)
+    assert abs(count(cfg, {}).flops_per_token - 3 * 2 * of_position) <= 1
+    sizes, D = step_for_shapes(cfg).parameter_sizes(), model.width
+    attention = sum(n for path, (_, n) in sizes.items() if ".attention.w_" in path)
+    assert attention == 2 * D * (2 * 2 * 6 + 3 * 4 * 5 + 4)
+    assert parameters_of(cfg) == sum(n for dims, n in sizes.values() if is_product(dims))
+
+
+def test_experts_at_a_latent_count_by_its_width():
+    cfg = Config(moe=MoEConfig(latent=24, num_shared_experts=1))
+    cfg = dataclasses.replace(cfg, model=ModelConfig(num_layers=1, activation="relu2"))
+    sizes, moe, D = step_for_shapes(cfg).parameter_sizes(), cfg.moe, cfg.model.width
+    found = sum(n for path, (_, n) in sizes.items() if ".moe.w_" in path)
+    E, F = moe.num_experts, moe.expert_hidden
+    assert found == D * E + 2 * D * 24 + E * 2 * 24 * F
+    assert parameters_of(cfg) == sum(n for dims, n in sizes.values() if is_product(dims))
 
 
 def test_heads_of_blocks_without_a_window_count_by_their_own_width():

@@ -26,7 +26,7 @@ from moejax.serve.batch import Batch, Request
 from moejax.serve.programs import LONG, SHORT, no_tokens
 from moejax.serve.samples import draw_samples
 from moejax.step.state import flat
-from tests.cases import CERTAIN, GEMMA, small_config, some_of, step_for
+from tests.cases import CERTAIN, GEMMA, NEMOTRON, small_config, some_of, step_for
 from tests.hf.golden import cases_of, loaded
 from tests.serve.models import on_mesh, programs_for, random_state, weights_of
 
@@ -62,6 +62,7 @@ MANY = {
     "sinks on tensor": ((1, 1, 1, 4), "sequence", WINDOW | {"num_kv_heads": 4}),
     "gated delta net on expert and tensor": ((1, 1, 2, 2), "sequence", DELTA),
     "Kimi's delta attention on tensor": ((1, 1, 1, 2), "sequence", KIMI),
+    "Mamba-2 on expert and tensor": ((1, 1, 2, 2), "sequence", NEMOTRON["model"]),
     "latent on expert and tensor": ((1, 1, 2, 2), "sequence", LATENT),
 }
 
@@ -308,7 +309,7 @@ GOLDEN = [
 REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_next"]
 REST += ["llama", "mistral", "qwen2", "qwen3", "glm4_moe_lite", "solar_open", "dots1", "hy_v3"]
 REST += ["ernie4_5_moe", "hunyuan_v1_moe", "flex_olmo", "granitemoe", "qwen3_5_moe_text"]
-REST += ["gemma4_text", "kimi_linear", "deepseek_v32", "glm_moe_dsa"]
+REST += ["gemma4_text", "kimi_linear", "nemotron_h", "deepseek_v32", "glm_moe_dsa"]
 GOLDEN += [pytest.param(name, None, MeshConfig(), marks=pytest.mark.exhaustive) for name in REST]
 
 

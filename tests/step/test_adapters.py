@@ -22,6 +22,7 @@ from moejax.step.train_step import build_step
 from tests.cases import (
     CERTAIN,
     GEMMA,
+    NEMOTRON,
     assert_close,
     place,
     random_batch,
@@ -76,6 +77,7 @@ def adapted(mesh=(1, 1, 1, 1), kind="grouped", *, nodes=None, lora=None, **chang
     kinds = {"grouped": (GROUPED, shared), "latent": (LATENT, {**shared, **BIASES})}
     kinds |= {"gated delta net": (DELTA, shared), "norms and heads of Gemma 4": gemma}
     kinds |= {"Kimi's delta attention": (KIMI, shared), "sparse": (SPARSE, shared)}
+    kinds |= {"Mamba-2, experts at a latent": (NEMOTRON["model"], NEMOTRON["moe"] | CERTAIN)}
     model, moe = model | kinds[kind][0], kinds[kind][1]
     cfg = small_config(mesh, model=model, moe=moe, **changes)
     lora = LoraConfig(**{"rank": 4, "alpha": 4 * SCALE, "targets": ("*",), **(lora or {})})
@@ -150,6 +152,7 @@ PIECES = {"train": {"micro_batches": 1, "reduction_bytes": 512}}
         pytest.param("Kimi's delta attention", (1, 2, 2, 2), {}, marks=LATER),
         pytest.param("sparse", (1, 2, 2, 2), {}, marks=LATER),
         pytest.param("norms and heads of Gemma 4", (1, 2, 2, 2), {}, marks=LATER),
+        pytest.param("Mamba-2, experts at a latent", (1, 2, 2, 2), {}, marks=LATER),
         pytest.param("grouped", (2, 2, 2, 1), PIECES, marks=LATER),
         pytest.param("latent", (1, 2, 2, 2), WHOLE, marks=LATER),
         pytest.param("latent", (2, 2, 1, 2), {"nodes": 4}, marks=LATER),

@@ -18,6 +18,7 @@ from tests.annotations import without_annotations
 from tests.cases import (
     CERTAIN,
     GEMMA,
+    NEMOTRON,
     assert_close,
     one_device_state,
     part_of,
@@ -173,6 +174,7 @@ KINDS = [
             "indexer": IndexerConfig(heads=6, width=8, keys=5),
         }
     },
+    NEMOTRON,
 ]
 
 
@@ -208,6 +210,8 @@ CASES = [
     Case((1, 1, 4, 2), 2, ("replicated", "hidden"), "duplicate", kinds=(17,)),
     Case((1, 2, 2, 2), 1, route="merge", kinds=(18,)),
     Case((1, 1, 2, 4), 1, ("replicated", "hidden"), kinds=(11, 18)),
+    Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(19,)),
+    Case((1, 1, 2, 4), 1, ("replicated", "hidden"), "duplicate", kinds=(19,)),
 ]
 
 MESHES = [

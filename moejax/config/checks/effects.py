@@ -192,13 +192,22 @@ _OF_MODEL: tuple[_Effect, ...] = (
     ),
     (
         "model.full_attention_every model.layer_attention",
-        lambda cfg: cfg.model.sliding_window is not None or cfg.model.is_linear,
+        lambda cfg: (
+            cfg.model.sliding_window is not None
+            or cfg.model.is_linear
+            or "none" in cfg.model.layer_attention
+        ),
         "`model.sliding_window` is none, so every block attends without a window",
     ),
     (
         " ".join(f"model.linear.{field.name}" for field in fields_of(LinearConfig)[1:]),
         lambda cfg: cfg.model.is_linear,
         "`model.linear.form` is none, so no block has linear attention",
+    ),
+    (
+        "model.linear.convolution_bias model.linear.least_step",
+        lambda cfg: cfg.model.linear.form == "mamba2",
+        "only `model.linear.form` mamba2 reads it",
     ),
     *(
         (

@@ -69,6 +69,12 @@ def _kimi_matrices(model: ModelConfig) -> list[Matrix]:
     return [(D, keys), (D, keys), (D, values), *gates, (values, D)]
 
 
+def _mamba_matrices(model: ModelConfig) -> list[Matrix]:
+    D, linear = model.width, model.linear
+    keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
+    return [(D, keys), (D, keys), (D, values), (D, values), (D, linear.value_heads), (values, D)]
+
+
 def _delta_heads(model: ModelConfig) -> dict[str, int]:
     return {
         "linear.key_heads": model.linear.key_heads,
@@ -93,24 +99,36 @@ MIXERS: dict[str, MixerSizes] = {
     "sparse": MixerSizes(_sparse_matrices, lambda model: {"num_heads": model.num_heads}),
     "gated_delta": MixerSizes(_delta_matrices, _delta_heads),
     "kimi_delta": MixerSizes(_kimi_matrices, _delta_heads),
+    "mamba2": MixerSizes(_mamba_matrices, _delta_heads),
+    "none": MixerSizes(lambda model: [], lambda model: {}),
 }
+
+
+def mlp_parameters(cfg: Config) -> tuple[int, int, int]:
+    """Returns the parameters of matrices of a dense MLP, of a block's experts, and beside these.
+
+    Beside them are shared experts and projections to the experts' width; the router is left out.
+    """
+    model, moe, D = cfg.model, cfg.moe, cfg.model.width
+    each, width = model.hidden_inputs + 1, moe.latent or D
+    beside = D * (each * moe.shared_width + 2 * (moe.latent or 0))
+    experts = each * width * moe.num_experts * moe.expert_hidden
+    return each * D * model.mlp_hidden, experts, beside
 
 
 def parameters_of(cfg: Config) -> int:
     """Returns a model's number of parameters without norms and biases."""
-    model, moe, D = cfg.model, cfg.moe, cfg.model.width
+    model, D = cfg.model, cfg.model.width
     mixers = [_matrices(model, kind) for kind in block_kinds(model)]
-    dense = 3 * D * model.mlp_hidden
-    hidden = moe.num_experts * moe.expert_hidden + moe.shared_width
-    sparse = D * moe.num_experts + 3 * D * hidden
-    layers = model.expert_layers
+    dense, experts, beside = mlp_parameters(cfg)
+    sparse, mlps = D * cfg.moe.num_experts + experts + beside, model.mlps
     embedding = model.vocab_size * D * (1 if model.tie_embeddings else 2)
     ahead = 2 * D * D + _products(mixers[-1]) + (sparse if model.ends_in_experts else dense)
     return (
         embedding
         + sum(map(_products, mixers))
-        + (model.num_layers - layers) * dense
-        + layers * sparse
+        + mlps.count("dense") * dense
+        + mlps.count("experts") * sparse
         + model.predict_ahead * ahead
     )
 

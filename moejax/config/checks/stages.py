@@ -100,6 +100,11 @@ def _check_slices(cfg: Config) -> None:
     """Refuses settings that slices of a sequence do not support."""
     slices = f"`mesh.stage_slices` is {cfg.mesh.stage_slices}"
     require(
+        "none" not in cfg.model.layer_attention,
+        f"`model.layer_attention` has none, and {slices}. Slices take keys and values of every "
+        "layer. Set mesh.stage_slices=1.",
+    )
+    require(
         not cfg.model.is_linear,
         f"`model.linear.form` is {cfg.model.linear.form}, and {slices}. The states of linear "
         "attention do not pass from slice to slice. Set mesh.stage_slices=1.",

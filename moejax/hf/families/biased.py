@@ -1,7 +1,8 @@
 """Tables of families whose routers have a selection bias, with grouped attention.
 
 Read `tables` first. Sources: Zhipu AI 2025 (GLM-4.5), MiniMax 2025, Upstage 2026 (Solar Open),
-rednote-hilab 2025 (dots.llm1), Tencent 2026 (Hy3), Baidu 2025 (ERNIE 4.5).
+rednote-hilab 2025 (dots.llm1), Tencent 2026 (Hy3), Baidu 2025 (ERNIE 4.5), NVIDIA 2025
+(Nemotron-H, Nemotron 3).
 """
 
 from moejax.hf.families.attention import (
@@ -11,18 +12,18 @@ from moejax.hf.families.attention import (
     HeadWidth,
     SoftmaxAttention,
 )
-from moejax.hf.families.blocks import FIRST_DENSE, LayerRange, LayerTypes, MlpTypes
+from moejax.hf.families.blocks import FIRST_DENSE, LayerRange, LayerTypes, MlpTypes, PartsAlone
 from moejax.hf.families.experts import (
     CHOICES,
-    PAPER,
     SHARED_EXPERTS,
     Balance,
     DenseHidden,
     Groups,
     SequenceBalance,
+    SharedExpert,
 )
-from moejax.hf.families.family import Family
-from moejax.hf.families.parts import NOISE, Always, Same
+from moejax.hf.families.family import COMMON, Family
+from moejax.hf.families.parts import NOISE, PAPER, Always, Same
 from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
     BIASED,
@@ -30,11 +31,13 @@ from moejax.hf.families.tensors import (
     EXPERTS,
     FUSED,
     GROUPED,
+    NEMOTRON_H_TENSORS,
     NORMS,
     PAIRED,
     ROOT,
     SHARED,
     SPARSE_EXPERTS,
+    UNGATED_EXPERTS,
     mlp,
     router,
     selection_bias,
@@ -301,4 +304,90 @@ ERNIE4_5_MOE = Family(
     experts=(EXPERTS, FUSED),
     ahead="num_nextn_predict_layers",
     ahead_tensors=r"model\.mtp_.+",
+)
+
+_OTHERWISE = {"num_hidden_layers", "rms_norm_eps", "tie_word_embeddings", "hidden_act"}
+
+NEMOTRON_H = Family(
+    name="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    parts=(
+        CHOICES,
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        PartsAlone("mamba2"),
+        DenseHidden(),
+        SharedExpert(keys=("moe_shared_expert_intermediate_size",), gate=False),
+        Groups(),
+        Same("layer_norm_epsilon", "model.norm_epsilon", default=1e-5, also=("norm_eps",)),
+        Same("n_groups", "model.linear.key_heads"),
+        Same("ssm_state_size", "model.linear.key_width"),
+        Same("mamba_num_heads", "model.linear.value_heads"),
+        Same("mamba_head_dim", "model.linear.value_width"),
+        Same("conv_kernel", "model.linear.convolution"),
+        Same("use_conv_bias", "model.linear.convolution_bias", default=True),
+        Same("time_step_min", "model.linear.least_step", default=0.001),
+        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts",)),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("moe_latent_size", "moe.latent", default=None),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        # transformers has one shared expert, and ties nothing, whatever the file says.
+        Always("n_shared_experts", 1),
+        Always("tie_word_embeddings", False),
+        Always("mlp_hidden_act", "relu2"),
+        Always("mamba_hidden_act", "silu"),
+        Always("attention_bias", False),
+        Always("mamba_proj_bias", False),
+        Always("mlp_bias", False),
+        Always("use_bias", False),
+        Always("residual_in_fp32", False),
+        Always("sliding_window", None),
+        Always("hidden_dropout", 0.0, advice=NOISE),
+        Always("num_nextn_predict_layers", 0, others=(1,)),  # which is left out
+    ),
+    common=tuple(part for part in COMMON if _OTHERWISE.isdisjoint(part.keys)),
+    implied={
+        "model.positions": "none",
+        "model.activation": "relu2",
+        "model.tie_embeddings": False,
+        "moe.router.score": "sigmoid",
+    },
+    unused=(
+        "chunk_size",
+        "expand",
+        "mamba_ssm_cache_dtype",
+        "moe_shared_expert_overlap",
+        "mtp_hybrid_override_pattern",
+        "mtp_layers_block_type",
+        "num_logits_to_keep",
+        "partial_rotary_factor",
+        "rescale_prenorm_residual",
+        "rope_theta",
+        "time_step_floor",
+        "time_step_limit",
+        "time_step_max",
+        "use_mamba_kernels",
+    ),
+    missing={
+        "conv_kernel": 4,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 128,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_group": 1,
+        "n_groups": 8,
+        "n_routed_experts": 8,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "ssm_state_size": 128,
+        "topk_group": 1,
+    },
+    null={"moe_latent_size": None},
+    rules=NEMOTRON_H_TENSORS,
+    experts=UNGATED_EXPERTS,
+    ahead_tensors=r"mtp\..+",
 )

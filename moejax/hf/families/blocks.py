@@ -13,7 +13,7 @@ from moejax.config.pattern import (
 )
 from moejax.config.schema import LinearConfig, ModelConfig
 from moejax.errors import InputError
-from moejax.hf.families.parts import Config, Same, Settings, value_of, whole_number
+from moejax.hf.families.parts import PAPER, Config, Same, Settings, value_of, whole_number
 
 FIRST_DENSE = Same("first_k_dense_replace", "model.first_dense_layers")  # the others have experts
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -355,6 +355,89 @@ class LinearTypes:
         return {
             "layer_types": [FULL if seen == "full" else LINEAR for seen in layer_attention(cfg)]
         }
+
+
+# Attention and MLP of a layer's kinds, their signs in a pattern, and older names (Nemotron-H).
+ALONE = {
+    LINEAR: ("linear", "none"),
+    FULL: ("full", "none"),
+    "moe": ("none", "experts"),
+    "mlp": ("none", "dense"),
+}
+SIGNS = dict(zip(ALONE, "M*E-", strict=True))
+OLDER = {"mamba": LINEAR, "attention": FULL}
+
+
+@dataclass(frozen=True)
+class PartsAlone:
+    """Layers that are attention, an MLP or experts alone, by a list of names or a text of signs.
+
+    Attributes:
+      form: value of `model.linear.form`, which some layers have.
+    """
+
+    form: str
+    keys: tuple[str, ...] = (
+        "layers_block_type",
+        "layer_types",
+        "hybrid_override_pattern",
+        "num_hidden_layers",
+    )
+
+    def read(self, config: Config) -> dict[str, Any]:
+        names, pattern = value_of(config, self.keys[:2], None), config.get(self.keys[2])
+        kinds: list[Any] = _kinds_of(pattern)
+        if names is not None:
+            given = names if isinstance(names, list) else []
+            kinds = [OLDER.get(str(name), name) for name in given]
+        if not all(kind in tuple(ALONE) for kind in kinds) or LINEAR not in kinds:
+            raise InputError(
+                f"`layers_block_type` is {short(names)}, `hybrid_override_pattern` is "
+                f"{short(pattern)}. One must say {', '.join(ALONE)} (M, *, E, -) for each layer, "
+                f"and {LINEAR} for some. Correct config.json."
+            )
+        layers = config.get("num_hidden_layers", len(kinds))
+        if layers != len(kinds) or (pattern is not None and kinds != _kinds_of(pattern)):
+            raise InputError(
+                f"keys disagree: `num_hidden_layers` is {short(layers)}, `layers_block_type` has "
+                f"{len(kinds)} layers, `hybrid_override_pattern` is {short(pattern)}. Code of "
+                "different authors reads one or the other. Correct config.json."
+            )
+        sees, mlps = zip(*(ALONE[kind] for kind in kinds), strict=True)
+        found = shortest_attention(sees, None) | shortest_mlps(mlps)
+        balance = {
+            "moe.router.balance_loss": PAPER * mlps.count("experts"),
+            "moe.router.balance_over": "sequence",
+        }
+        return {
+            "model.num_layers": len(kinds),
+            "model.linear.form": self.form,
+            **{f"model.{name}": value for name, value in found.items()},
+            **balance,
+        }
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        if settings["model.linear.form"] != self.form:
+            raise InputError(f"`model.linear.form` is {settings['model.linear.form']}")
+        cfg, names = blocks_of(settings), {parts: name for name, parts in ALONE.items()}
+        parts = list(zip(layer_attention(cfg), cfg.mlps, strict=True))
+        if not set(names).issuperset(parts):
+            raise InputError(
+                "`model.layer_attention` and `model.layer_mlps`: a layer does not have attention, "
+                "an MLP or experts alone"
+            )
+        kinds = [names[own] for own in parts]
+        return {
+            "layers_block_type": kinds,
+            "hybrid_override_pattern": "".join(SIGNS[kind] for kind in kinds),
+            "num_hidden_layers": len(kinds),
+        }
+
+
+def _kinds_of(pattern: Any) -> list[str]:
+    """Returns the kinds of layers of a text of signs; of anything else none."""
+    kinds = {sign: kind for kind, sign in SIGNS.items()}
+    return [kinds.get(sign, sign) for sign in pattern] if isinstance(pattern, str) else []
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,12 @@ from moejax.config.load import from_dict
 from moejax.config.pattern import shortest
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.hf.families.experts import has_dense_blocks, shared_width, shortest_shared
+from moejax.hf.families.experts import (
+    has_dense_blocks,
+    has_experts,
+    shared_width,
+    shortest_shared,
+)
 from moejax.hf.families.parts import NOISE, Always, Part, Same, Settings
 from moejax.hf.rules import Rule
 
@@ -38,8 +43,7 @@ def stated(settings: Settings) -> dict[str, Any]:
     if settings["model.attention"] == "grouped":
         head = settings["model.head_width"]
         keys["partial_rotary_factor"] = (settings["model.rope_width"] or head) / head
-    has_experts = settings["model.layer_mlps"] or settings["model.moe_every"] is not None
-    return keys | _stated_of_experts(settings) if has_experts else keys
+    return keys | _stated_of_experts(settings) if has_experts(settings) else keys
 
 
 def _stated_of_experts(settings: Settings) -> dict[str, Any]:
@@ -220,6 +224,8 @@ class Family:
             settings |= part.read(config)
         if not has_dense_blocks(settings):
             settings.pop("model.mlp_hidden", None)
+        if not has_experts(settings):
+            settings = {name: x for name, x in settings.items() if not name.startswith("moe.")}
         if settings.get("moe.router.num_groups", 1) == 1:
             settings.pop("moe.router.groups_per_token", None)
         refused += self._refused_others(config, settings)

@@ -8,14 +8,13 @@ from moejax.hf.families.attention import LatentHeads
 from moejax.hf.families.blocks import FIRST_DENSE, KimiLayers, MlpTypes, OwnIndexers
 from moejax.hf.families.experts import (
     CHOICES,
-    PAPER,
     SHARED_EXPERTS,
     DenseHidden,
     Groups,
     SequenceBalance,
 )
 from moejax.hf.families.family import Family
-from moejax.hf.families.parts import Always, Same
+from moejax.hf.families.parts import PAPER, Always, Same
 from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
     BIASED,

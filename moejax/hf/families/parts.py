@@ -13,6 +13,7 @@ from moejax.errors import InputError
 
 Config = Mapping[str, Any]  # of config.json
 Settings = Mapping[str, Any]  # by dotted name
+PAPER = 0.0001  # DeepSeek-V3 (2024), section 4.2: balance factor of each sequence and layer
 REQUIRED = object()  # stands for the default of a key that must be there
 
 

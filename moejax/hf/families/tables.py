@@ -14,7 +14,15 @@ from moejax.hf.families.attention import (
     RootScale,
     ScoreScale,
 )
-from moejax.hf.families.biased import DOTS1, ERNIE4_5_MOE, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
+from moejax.hf.families.biased import (
+    DOTS1,
+    ERNIE4_5_MOE,
+    GLM4_MOE,
+    HY_V3,
+    MINIMAX_M2,
+    NEMOTRON_H,
+    SOLAR_OPEN,
+)
 from moejax.hf.families.blocks import LastFull, LayerTypes, LinearTypes, OneWindow, SparseStep
 from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
@@ -494,4 +502,5 @@ FAMILIES = (
     QWEN3_5_MOE,
     KIMI_LINEAR,
     GEMMA4,
+    NEMOTRON_H,
 )

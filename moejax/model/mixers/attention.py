@@ -1,6 +1,5 @@
 """Grouped-query attention: causal, inside each document, heads sharded over tensor."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ class Attention(nnx.Module):
     def __init__(self, cfg: ModelConfig, window: int | None, spec: StepSpec, rngs: nnx.Rngs):
         D, H, G, C = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_width
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        out = jax.nn.initializers.normal(cfg.out_deviation)
         self.cfg, self.window, self.spec = cfg, window, spec
         self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
         self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")

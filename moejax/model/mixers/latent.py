@@ -4,7 +4,6 @@ Source: DeepSeek-V2 (2024), section 2.1. Training and prefill expand keys and va
 decoding attends in the latent. One key of R channels that rotate is shared by all heads.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -57,7 +56,7 @@ class LatentAttention(nnx.Module):
         D, H, C, R = cfg.width, cfg.num_heads, cfg.head_width, cfg.rotated_channels
         assert cfg.kv_latent is not None, "checks.attention refuses it"
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        out = jax.nn.initializers.normal(cfg.out_deviation)
         self.cfg, self.window, self.spec = cfg, window, spec
         if cfg.q_latent is None:
             self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")

@@ -21,7 +21,7 @@ def model_options(cfg: Config) -> list[Option]:
         "rotary-base": int(model.rope.theta),
         "normalization": "RMSNorm",
         "norm-epsilon": model.norm_epsilon,
-        "swiglu": None,
+        {"relu2": "squared-relu"}.get(model.activation, "swiglu"): None,
         "disable-bias-linear": None,
     }
     values |= _latent(model) if model.is_latent else _grouped(model)
@@ -92,6 +92,8 @@ def _experts(cfg: Config) -> dict[str, Value]:
         values["moe-shared-expert-intermediate-size"] = moe.shared_width
         if moe.shared_gate:
             values["moe-shared-expert-gate"] = None
+    if moe.latent is not None:
+        values["moe-latent-size"] = moe.latent
     if router.score == "sigmoid":
         values["moe-router-score-function"] = "sigmoid"
     elif not router.renormalize:
@@ -158,7 +160,9 @@ def model_gaps(cfg: Config) -> list[Gap]:
         "sliding window": model.sliding_window is not None,
         f"linear attention {model.linear.form}": model.is_linear,
         "attention without positions": not model.rotates,
-        {"geglu": "GEGLU"}.get(model.activation, "clamped SwiGLU"): model.activation != "swiglu",
+        {"geglu": "GEGLU"}.get(model.activation, "clamped SwiGLU"): model.activation
+        not in ("swiglu", "relu2"),
+        "layers of attention, an MLP or experts alone": model.parts < 2 * model.num_layers,
         "biases of experts, router or attention's output": cfg.moe.expert_bias
         or cfg.moe.router_bias
         or model.attention_output_bias,

@@ -40,6 +40,9 @@ UNTIED = {"tie_embeddings": False}
 DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
 # What a state answers at first is small; a larger epsilon keeps its norm from scaling rounding up.
 DELTA = {"linear": DELTA, "full_attention_every": 2, "norm_epsilon": 1e-2}
+MAMBA = DELTA | {"linear": LinearConfig("mamba2", 4, 8, key_width=6, value_width=8)}
+MAMBA |= {"layer_attention": ("linear", "none") * 4, "layer_mlps": ("none", "experts") * 4}
+MAMBA |= {"activation": "relu2", "full_attention_every": None}
 KIMI = DELTA | {"linear": LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=8)}
 
 
@@ -220,6 +223,7 @@ CASES = {
     "gated delta net": {"model": DELTA, "layers": 4},
     "Kimi's delta attention": {"model": KIMI, "layers": 4},
     "sparse": {"model": SPARSE},
+    "Mamba-2, then experts": {"model": MAMBA, "moe": {"latent": 8, **CERTAIN}, "layers": 8},
     # Without the constants of blocks, which have no gradient.
     "norms and heads of Gemma 4": {
         "model": {**GEMMA["model"], "num_layers": 4, "layer_scale": False},
