@@ -306,7 +306,7 @@ def every_kind_of_layer(attention):
         linear = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=4, convolution=3)
         model |= {"linear": linear, "full_attention_every": 2, "sliding_window": None}
     elif attention == "full":
-        model |= {"full_attention_every": 2}
+        model |= {"full_attention_every": 2, "attention_sinks": True}
     else:
         model |= {"attention": attention, "head_width": 8, "rope_width": 2, "kv_latent": 8}
     cfg = small_config(model=model, moe={"num_shared_experts": 1, "num_experts": 4})

@@ -18,6 +18,8 @@ from tests.annotations import without_annotations
 from tests.cases import (
     CERTAIN,
     GEMMA,
+    MIMO,
+    TRINITY,
     assert_close,
     one_device_state,
     part_of,
@@ -96,6 +98,8 @@ KINDS = [
             "sliding_window": 5,
             "full_attention_every": 2,
             "remat": "full",
+            # Queries that grow with the position (Mistral 4).
+            "rope": RopeConfig(query_growth=0.3, trained_length=3),
         }
     },
     {
@@ -160,6 +164,8 @@ KINDS = [
         }
     },
     GEMMA,
+    {"model": MIMO},
+    {"model": TRINITY},
 ]
 
 
@@ -170,7 +176,7 @@ CASES = [
     Case((1, 8, 1, 1), 2, k=1, kinds=(12,)),
     Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
     Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "duplicate", (1, 2), 8, kinds=(10, 11, 12, 13)),
-    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7)),
+    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7, 19)),
     Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(16,)),
     Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11, 14)),
     Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1), kinds=(11, 12, 14)),
@@ -193,6 +199,7 @@ CASES = [
     Case((1, 2, 2, 2), 1, kinds=(16,)),
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(17,)),
     Case((1, 1, 4, 2), 2, ("replicated", "hidden"), "duplicate", kinds=(17,)),
+    Case((1, 2, 2, 2), 1, kinds=(18,)),
 ]
 
 MESHES = [
