@@ -10,8 +10,63 @@ from typing import Any
 
 from moejax.config.fields import short
 from moejax.errors import InputError
+from moejax.hf.families.biased import (
+    AFMOE,
+    DOTS1,
+    ERNIE4_5_MOE,
+    GLM4_MOE,
+    HY_V3,
+    MIMO_V2_FLASH,
+    MINIMAX_M2,
+    SOLAR_OPEN,
+)
+from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.family import Family
-from moejax.hf.families.tables import FAMILIES
+from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_LINEAR, MISTRAL4
+from moejax.hf.families.tables import (
+    FLEX_OLMO,
+    GEMMA4,
+    GPT_OSS,
+    GRANITE_MOE,
+    HUNYUAN_V1_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
+
+FAMILIES = (
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    GLM4_MOE,
+    MINIMAX_M2,
+    GLM4_MOE_LITE,
+    SOLAR_OPEN,
+    DOTS1,
+    HY_V3,
+    ERNIE4_5_MOE,
+    HUNYUAN_V1_MOE,
+    FLEX_OLMO,
+    GRANITE_MOE,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_NEXT,
+    QWEN3_5_MOE,
+    KIMI_LINEAR,
+    GEMMA4,
+    AFMOE,
+    MIMO_V2_FLASH,
+    MISTRAL4,
+)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

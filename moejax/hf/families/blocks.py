@@ -291,6 +291,81 @@ class LastFull(LayerTypes):
 
 
 @dataclass(frozen=True)
+class FullWithoutPositions(LayerTypes):
+    """A window and positions in all blocks but each n-th, or as `layer_types` says (AFMoE).
+
+    Attributes:
+      every: key of n.
+      default: n where the file does not say.
+    """
+
+    every: str = "global_attn_every_n_layers"
+    default: int = 4
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*super().keys, self.every)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        types = self._types(config)
+        some = "window" if FULL in types else "rotary"
+        return {**super().read(config), "model.positions": some if SLIDING in types else "none"}
+
+    def _types(self, config: Config) -> list[str]:
+        layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
+        if given is None:
+            every = whole_number({self.every: self.default, **config}, self.every)
+            given = [SLIDING if (index + 1) % every else FULL for index in range(layers)]
+        return super()._types({**config, "layer_types": given})
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        # Beside `layer_types` n means nothing.
+        return {**super().write(settings, base), self.every: base.get(self.every, self.default)}
+
+
+@dataclass(frozen=True)
+class FirstFull(LayerTypes):
+    """A window in all blocks but the first and each n-th, or as `layer_types` says (MiMo).
+
+    `sliding_window_size` counts the positions before a query's own, which `sliding_window` has too.
+
+    Attributes:
+      every: n.
+    """
+
+    every: int = 6
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*super().keys, "sliding_window_size")
+
+    def read(self, config: Config) -> dict[str, Any]:
+        layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
+        if given is None:
+            full = [index == 0 or (index + 1) % self.every == 0 for index in range(layers)]
+            given = [FULL if each else SLIDING for each in full]
+        if {FULL, SLIDING} != set(self._types({**config, "layer_types": given})):
+            raise InputError(
+                f"`layer_types` is {short(given)}. moejax computes models of this family with "
+                f"{SLIDING} and {FULL}. Choose another model."
+            )
+        window = {"sliding_window": self._window(config)}
+        return super().read({**config, **window, "layer_types": given})
+
+    def _window(self, config: Config) -> int:
+        if config.get("sliding_window_size") is None:
+            return whole_number(config, "sliding_window")
+        return whole_number(config, "sliding_window_size") + 1
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        keys = super().write(settings, base)
+        before = {"sliding_window_size": (keys["sliding_window"] or 1) - 1}
+        own = {key: base[key] for key in ("sliding_window", *before) if key in base}
+        said = own and self._window(base) == keys["sliding_window"]
+        return {**keys, **before, **(own if said else {})}  # both numbers may be said in two ways
+
+
+@dataclass(frozen=True)
 class LinearTypes:
     """Linear attention in some blocks, which `layer_types` lists, or all but each n-th.
 

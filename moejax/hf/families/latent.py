@@ -1,7 +1,7 @@
 """Tables of families with latent attention; read `tables` first.
 
 Sources: DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3 models), Zhipu AI 2026
-(GLM-4.7-Flash), Kimi Team 2025 (Kimi Linear).
+(GLM-4.7-Flash), Kimi Team 2025 (Kimi Linear), Mistral AI 2026 (Mistral Small 4).
 """
 
 from moejax.hf.families.attention import LatentHeads
@@ -14,9 +14,9 @@ from moejax.hf.families.experts import (
     Groups,
     SequenceBalance,
 )
-from moejax.hf.families.family import Family
+from moejax.hf.families.family import IN_LANGUAGE_MODEL, Around, Family
 from moejax.hf.families.parts import Always, Same
-from moejax.hf.families.rope import POSITIONS, Rope
+from moejax.hf.families.rope import POSITIONS, GrowingRope, Rope
 from moejax.hf.families.tensors import (
     BIASED,
     DENSE,
@@ -165,4 +165,45 @@ KIMI_LINEAR = Family(
         *selection_bias("block_sparse_moe.gate.e_score_correction_bias"),
     ),
     experts=KIMI_EXPERTS,
+)
+
+MISTRAL4 = Family(
+    name="mistral4",
+    architecture="Mistral4ForCausalLM",
+    parts=(
+        *(part for part in MLA if not isinstance(part, Rope)),
+        FIRST_DENSE,
+        GrowingRope(latent=True, named=True),
+        SequenceBalance(default=PAPER),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        # Of more groups softmax scores would be judged by their two best experts.
+        Always("n_group", 1),
+        Always("topk_group", 1),
+        Always("rope_interleave", True),
+    ),
+    implied={"model.moe_every": 1},
+    missing={"first_k_dense_replace": 0, "num_key_value_heads": 32, "q_lora_rank": 1024},
+    null=NULLS,
+    rules=(*ROOT, *NORMS, *LATENT, *DENSE, *SHARED, *router("mlp.")),
+    experts=(FUSED, EXPERTS),
+    around=Around(
+        name="mistral3",
+        architecture="Mistral3ForConditionalGeneration",
+        prefixes=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            *IN_LANGUAGE_MODEL,
+        ),
+        others=r"(model\.)?(vision_tower|multi_modal_projector)\..+",
+        keys=(
+            "vision_config",
+            "image_token_id",
+            "image_token_index",
+            "multimodal_projector_bias",
+            "projector_hidden_act",
+            "spatial_merge_size",
+            "vision_feature_layer",
+        ),
+    ),
 )

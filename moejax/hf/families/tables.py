@@ -14,12 +14,9 @@ from moejax.hf.families.attention import (
     RootScale,
     ScoreScale,
 )
-from moejax.hf.families.biased import DOTS1, ERNIE4_5_MOE, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
 from moejax.hf.families.blocks import LastFull, LayerTypes, LinearTypes, OneWindow, SparseStep
-from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
-from moejax.hf.families.family import COMMON, GELU, Around, Family
-from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_LINEAR
+from moejax.hf.families.family import COMMON, GELU, IN_LANGUAGE_MODEL, Around, Family
 from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
 from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope, TwoRopes
 from moejax.hf.families.tensors import (
@@ -363,7 +360,7 @@ QWEN3_5_MOE = Family(
     around=Around(
         name="qwen3_5_moe",
         architecture="Qwen3_5MoeForConditionalGeneration",
-        prefix="model.language_model.",
+        prefixes=IN_LANGUAGE_MODEL,
         others=r"model\.visual\..+",
         keys=(
             "vision_config",
@@ -440,7 +437,7 @@ GEMMA4 = Family(
     around=Around(
         name="gemma4",
         architecture="Gemma4ForConditionalGeneration",
-        prefix="model.language_model.",
+        prefixes=IN_LANGUAGE_MODEL,
         others=r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+",
         keys=(
             "vision_config",
@@ -457,32 +454,4 @@ GEMMA4 = Family(
             "vision_soft_tokens_per_image",
         ),
     ),
-)
-
-FAMILIES = (
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GPT_OSS,
-    GLM4_MOE,
-    MINIMAX_M2,
-    GLM4_MOE_LITE,
-    SOLAR_OPEN,
-    DOTS1,
-    HY_V3,
-    ERNIE4_5_MOE,
-    HUNYUAN_V1_MOE,
-    FLEX_OLMO,
-    GRANITE_MOE,
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    QWEN3_NEXT,
-    QWEN3_5_MOE,
-    KIMI_LINEAR,
-    GEMMA4,
 )
