@@ -33,6 +33,11 @@ What `published.json` was compared with, because the files of the authors could 
 - Gemma-4-26B-A4B: all sizes are from memory, but the number of layers and their pattern, which are
   defaults of transformers' `Gemma4TextConfig`, and 2 key and value heads without a window, which a
   comment there names. They make 25.2 billion parameters, 3.8 billion active, as published.
+- Trinity-Mini: all is from memory; its 26.1 billion parameters are those of its name.
+- MiMo-V2-Flash: sizes from the defaults of transformers' `MiMoV2FlashConfig`, which agree with
+  public notes and scripts; those name its other keys, too, whose values are from memory. They make
+  309 billion parameters, 15 billion active, as published.
+- Mistral-Small-4-119B: sizes and positions from the defaults of transformers' `Mistral4Config`.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
 """
 
