@@ -236,6 +236,32 @@ def test_the_architecture_tells_families_of_one_kind_apart():
         family_of({**config, "architectures": ["MiniMaxForCausalLM"]})
 
 
+def test_mimo_may_say_all_in_the_forms_of_authors_and_of_transformers():
+    """As transformers saves the config of a released folder, with floats for whole numbers."""
+    config = PUBLISHED["MiMo-V2-Flash"]
+    full = [index == 0 or index % 6 == 5 for index in range(48)]
+    theirs = {
+        "layer_types": ["full_attention" if each else "sliding_attention" for each in full],
+        "mlp_layer_types": ["dense", *["sparse"] * 47],
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "full_attention": {**TWO_BASES["full_attention"], "rope_theta": 5_000_000.0},
+            "sliding_attention": TWO_BASES["sliding_attention"],
+        },
+        "sliding_window": 129,
+    }
+    assert read({**config, **theirs}) == read(config)
+    written = family_of(config).write(from_settings(read(config)), {})
+    assert {key: written[key] for key in theirs} == theirs | {
+        "rope_parameters": {
+            blocks: {**own, "partial_rotary_factor": pytest.approx(1 / 3)}
+            for blocks, own in theirs["rope_parameters"].items()
+        }
+    }
+    assert written["hybrid_layer_pattern"] == config["hybrid_layer_pattern"]
+    assert (written["sliding_window_size"], written["swa_num_key_value_heads"]) == (128, 8)
+
+
 def test_training_settings_are_settings():
     assert set(TRAINING) <= set(fields())
 

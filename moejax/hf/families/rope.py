@@ -321,11 +321,8 @@ class TwoBases:
             if given is not None:
                 own = _kind_of(_of_both(given), blocks, {"default": ("partial_rotary_factor",)})
                 own = {"rope_theta": _number(own, "rope_theta"), **own}
-            said = {key: config.get(key), "rope_parameters": own.get("rope_theta")}
-            theta = value_of(said, (key, "rope_parameters"), base)
-            name = "partial_rotary_factor"
-            said = {name: config.get(name), "rope_parameters": own.get(name)}
-            share = value_of(said, (name, "rope_parameters"), self.share)
+            theta = _one_of(config, own, (key, "rope_theta"), base)
+            share = _one_of(config, own, ("partial_rotary_factor",) * 2, self.share)
             found.append((theta, int(head * share) if type(share) in NUMBERS else 0))
         (near, width), (far, other) = found
         if width != other or not 0 < width <= head:
@@ -351,6 +348,13 @@ class TwoBases:
         ]
         own = {b: {"rope_type": "default", "rope_theta": theta, **share} for b, _, theta in said}
         return {"rope_parameters": own, **share, **{key: theta for _, key, theta in said}}
+
+
+def _one_of(config: Config, own: Config, names: tuple[str, str], default: float) -> Any:
+    """Returns a number that a file names, or its object of positions, or both alike."""
+    both = {names[0]: config.get(names[0]), "rope_parameters": own.get(names[1])}
+    floats = {name: float(x) if type(x) is int else x for name, x in both.items()}
+    return value_of(floats, tuple(floats), default)
 
 
 def _of_both(given: Any) -> Mapping[str, Any]:
