@@ -90,6 +90,29 @@ NEMOTRON = {
     },
     "moe": {"latent": 16, "num_shared_experts": 1, "shared_hidden": 24},
 }
+# Keys and values of other widths, a factor on values; blocks with a window have sinks, more keys
+# and another base than those without (MiMo-V2).
+MIMO = {
+    "num_layers": 2,
+    "attention_sinks": True,
+    "num_kv_heads": 4,
+    "value_width": 6,
+    "value_scale": 0.7,
+    "rope_width": 2,
+    "sliding_window": 5,
+    "full_attention_every": 2,
+    "full_attention": FullAttentionConfig(num_kv_heads=2, theta=300.0, sinks=False),
+}
+# Positions in blocks with a window alone, an output gate, four norms of a block (AFMoE).
+TRINITY = {
+    "num_layers": 2,
+    "positions": "window",
+    "attention_gate": True,
+    "block_norm": "both",
+    "qk_norm": "head",
+    "sliding_window": 5,
+    "full_attention_every": 2,
+}
 
 
 def part_of(first: Sequence, second: Sequence, parts: int = 2) -> list:

@@ -31,6 +31,9 @@ def attend(w, x, segments, block: int, cfg: Config):
         return mix(w, x, segments, cfg)
     window = T if full else window
     back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    if model.positions == "window":
+        model = dataclasses.replace(model, positions="none" if full else "rotary")
+        cfg = dataclasses.replace(cfg, model=model)
     if model.full_attention != FullAttentionConfig():
         plain = dataclasses.replace(model, full_attention=FullAttentionConfig())
         cfg = dataclasses.replace(cfg, model=_full(model) if full else plain)
@@ -47,6 +50,7 @@ def _full(model: ModelConfig) -> ModelConfig:
         "head_width": own.head_width or model.head_width,
         "num_kv_heads": own.num_kv_heads or model.num_kv_heads,
         "rope": dataclasses.replace(model.rope, theta=own.theta or model.rope.theta),
+        "attention_sinks": model.attention_sinks and own.sinks,
     }
     return dataclasses.replace(model, **changes)
 
@@ -64,6 +68,7 @@ def _grouped(w, x, seen, cfg: Config):
         q, k, v = q + w["b_q"], k + w["b_k"], v + w["b_v"]
     if model.value_norm:
         v = norm(v, 1.0, model.norm_epsilon)
+    v = model.value_scale * v
     if model.qk_norm == "head":
         q = norm(q, w["q_norm"]["scale"], model.norm_epsilon)
         k = norm(k, w["k_norm"]["scale"], model.norm_epsilon)
@@ -84,6 +89,7 @@ def _grouped(w, x, seen, cfg: Config):
     repeats = model.num_heads // model.num_kv_heads
     k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     score = jnp.einsum("BTHC,BSHC->BHTS", q, k) * scale_of_scores(cfg)
+    score *= growth(model.rope, x.shape[1])[:, None]
     chance = _chances(score, seen, w["sinks"] if model.attention_sinks else None)
     heads = jnp.einsum("BHTS,BSHC->BTHC", chance, v)
     if model.attention_gate:
@@ -152,6 +158,7 @@ def latent_chances(w, x, seen, cfg: Config):
     absorbed = jnp.einsum("BTHC,ZHC->BTHZ", q[..., :plain], w["w_ukv"][..., :plain])
     score = jnp.einsum("BTHZ,BSZ->BHTS", absorbed, latent)
     score += jnp.einsum("BTHR,BSR->BHTS", turned(q[..., plain:], model), shared)
+    score *= growth(model.rope, x.shape[1])[:, None]
     return _chances(score * scale_of_scores(cfg), seen, None), latent
 
 
@@ -169,6 +176,12 @@ def scale_of_scores(cfg: Config) -> float:
     if rope.mscale_all_dim is None:
         return scale
     return scale * magnitude(rope.mscale_all_dim, rope.factor) ** 2
+
+
+def growth(rope: RopeConfig, length: int) -> np.ndarray:
+    """The factor of a query's scores by its position."""
+    passed = [position // rope.trained_length for position in range(length)]
+    return np.array([1 + rope.query_growth * math.log(1 + times) for times in passed])
 
 
 def magnitude(scale: float, factor: float) -> float:

@@ -74,6 +74,7 @@ SHAPES = (
     "model.full_attention.head_width",
     "model.full_attention.num_kv_heads",
     "model.full_attention.keys_are_values",
+    "model.full_attention.sinks",
     "model.indexer.heads",
     "model.indexer.width",
     "model.linear.form",

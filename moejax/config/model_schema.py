@@ -45,6 +45,11 @@ class RopeConfig:
     mscale_all_dim: float | None = setting(
         None, "yarn: scores times m(mscale_all_dim)^2; goes with mscale", at_least=0
     )
+    query_growth: float = setting(
+        0.0,
+        "queries times 1 + this x ln(1 + floor(position / trained_length)) (Mistral 4); 0 is off",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class FullAttentionConfig:
     theta: float | None = setting(
         None, "base of the rotary frequencies (Gemma 4); none: model.rope.theta", above=0
     )
+    sinks: bool = setting(True, "have sinks too, if model.attention_sinks (MiMo-V2: false)")
     turned_channels: int | None = setting(
         None,
         "channels that rotate: the fastest pairs (c, c + half a head), with the frequencies of a "
@@ -125,8 +131,9 @@ class ModelConfig:
     head_width: int = setting(32, "C: channels of one head", at_least=2)
     positions: str = setting(
         "rotary",
-        "rotary: queries and keys rotate; none: they do not (Kimi Linear, Nemotron-H)",
-        choices=("rotary", "none"),
+        "rotary: queries and keys rotate; window: in blocks with a window alone (AFMoE); none: not "
+        "at all (Kimi Linear, Nemotron-H)",
+        choices=("rotary", "window", "none"),
     )
     rope_width: int | None = setting(
         None,
@@ -141,7 +148,7 @@ class ModelConfig:
         None, "Z: width of the latent of keys and values (latent attention)", at_least=1
     )
     value_width: int | None = setting(
-        None, "channels of a value's head (latent attention); none: head_width", at_least=1
+        None, "channels of a value's head; none: head_width", at_least=1
     )
     mlp_hidden: int = setting(384, "F: hidden width of a dense MLP", at_least=1)
     first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
@@ -201,6 +208,7 @@ class ModelConfig:
         "positions (Hunyuan)",
         choices=("none", "head", "full", "rotated"),
     )
+    value_scale: float = setting(1.0, "factor on values (MiMo-V2)", above=0)
     value_norm: bool = setting(False, "RMSNorm without a scale on values of each head (Gemma 4)")
     embedding_scale: float = setting(1.0, "factor on embeddings of tokens (Granite)", above=0)
     residual_scale: float = setting(
@@ -287,8 +295,8 @@ class ModelConfig:
 
     @property
     def rotates(self) -> bool:
-        """True if queries and keys rotate."""
-        return self.positions == "rotary"
+        """True if queries and keys of some block rotate."""
+        return self.positions != "none"
 
     @property
     def rotated_channels(self) -> int:

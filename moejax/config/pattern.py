@@ -45,6 +45,8 @@ def settings_of(cfg: ModelConfig, window: int | None) -> ModelConfig:
       window: of the block.
     """
     own, none = cfg.full_attention, FullAttentionConfig()
+    if cfg.positions == "window":
+        cfg = replace(cfg, positions="none" if window is None else "rotary")
     if own == none:
         return cfg
     if window is not None:
@@ -54,7 +56,10 @@ def settings_of(cfg: ModelConfig, window: int | None) -> ModelConfig:
         head_width=own.head_width or cfg.head_width,
         num_kv_heads=own.num_kv_heads or cfg.num_kv_heads,
         rope=replace(cfg.rope, theta=own.theta or cfg.rope.theta),
-        full_attention=replace(own, head_width=None, num_kv_heads=None, theta=None),
+        attention_sinks=cfg.attention_sinks and own.sinks,
+        full_attention=FullAttentionConfig(
+            keys_are_values=own.keys_are_values, turned_channels=own.turned_channels
+        ),
     )
 
 

@@ -308,7 +308,7 @@ def every_kind_of_layer(attention):
         linear = LinearConfig(attention, 2, 4, key_width=6, value_width=4, convolution=3)
         model |= {"linear": linear, "full_attention_every": 2, "sliding_window": None}
     elif attention == "full":
-        model |= {"full_attention_every": 2}
+        model |= {"full_attention_every": 2, "attention_sinks": True}
     elif attention == "sparse":
         model |= {"attention": "sparse", "head_width": 8, "rope_width": 2, "kv_latent": 8}
         model |= {"q_latent": 8, "sliding_window": None}

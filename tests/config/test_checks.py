@@ -60,6 +60,9 @@ moe.router.forced=balanced moe.router.num_groups=4 moe.router.bias_update_rate=0
 model.activation=clamped_swiglu model.activation_limit=5
 model.block_norm=both moe.num_shared_experts=1 moe.own_norms=true moe.expert_scale=true
 {FULL} model.full_attention.num_kv_heads=4 model.full_attention.turned_channels=8
+{FULL} model.positions=window model.rope.theta=5
+{FULL} model.attention_sinks=true model.full_attention.sinks=false model.value_width=16
+model.rope.query_growth=0.1 model.rope.trained_length=64
 moe.shared_gate=true moe.num_shared_experts=1
 model.predict_ahead=1 train.predict_ahead_loss=0.1
 model.rope.scaling=linear model.rope.factor=2
@@ -149,6 +152,8 @@ is not a multiple of `model.full_attention.num_kv_heads` = 3. Choose 1, 2, 4
 `model.full_attention.num_kv_heads` = 2 ... `mesh.tensor` = 4
 {FULL} model.full_attention.head_width=15 -> `model.head_width` = 15 is odd
 {FULL} model.full_attention.turned_channels=34 -> turned_channels` = 34 ... at most the 32
+{FULL} model.full_attention.keys_are_values=true model.value_width=16 -> \
+`model.value_width` = 16 is not the 32 channels of a key
 {FULL} model.full_attention.turned_channels=7 -> turned_channels` = 7 must be even
 {FULL} model.full_attention.turned_channels=8 model.rope_width=8 -> rotate as a whole
 moe.own_norms=true moe.num_shared_experts=1 -> `moe.own_norms` is for shared experts
@@ -334,7 +339,11 @@ model.first_dense_layers: `model.layer_mlps`
 model.layer_attention=window,full,window,full -> model.layer_attention: `model.sliding_window`
 model.full_attention.theta=5 -> model.full_attention.theta: no block has a window
 model.full_attention.head_width=16 model.sliding_window=3 -> \
-model.full_attention.head_width: or all have one
+model.full_attention.head_width: or all have
+model.positions=window -> model.positions: no block has a window, or all have
+{LATENT} {FULL} model.positions=window -> model.positions: `model.attention` is latent
+{FULL} model.positions=window model.full_attention.theta=5 -> \
+model.full_attention.theta: `model.positions` is window
 model.full_attention_every=2 -> model.full_attention_every: `model.sliding_window` is none
 model.predict_ahead=1 data.sequence_length=1 -> model.predict_ahead: `data.sequence_length` is 1
 train.predict_ahead_loss=0.1 -> train.predict_ahead_loss: predict_ahead` is 0
@@ -343,7 +352,7 @@ train.indexer_loss=0.1 -> train.indexer_loss: `model.attention` is not sparse
 model.rope.factor=2 -> model.rope.factor: linear or llama3 or yarn
 model.rope.scaling=yarn -> model.rope.scaling: `model.rope.factor` is 1
 model.rope.scaling=linear model.rope.factor=2 model.rope.trained_length=2 -> \
-model.rope.trained_length: only `model.rope.scaling` llama3 or yarn
+model.rope.trained_length: only `model.rope.scaling` llama3 or yarn and `model.rope.query_growth`
 {YARN} model.rope.low_frequency_factor=2 -> model.rope.low_frequency_factor: only
 {YARN} model.rope.high_frequency_factor=2 -> model.rope.high_frequency_factor: only
 model.rope.beta_fast=2 -> model.rope.beta_fast: only `model.rope.scaling` yarn
@@ -354,7 +363,8 @@ model.rope.mscale=2 -> model.rope.mscale: only `model.rope.scaling` yarn
 model.rope.mscale_all_dim=2 -> model.rope.mscale_all_dim: only `model.rope.scaling` yarn
 model.kv_latent=16 -> model.kv_latent: `model.attention` is not latent
 model.q_latent=16 -> model.q_latent: is not latent
-model.value_width=16 -> model.value_width: is not latent
+model.full_attention.sinks=false model.sliding_window=3 model.full_attention_every=2 -> \
+model.full_attention.sinks: `model.attention_sinks` is false
 {LATENT} model.num_kv_heads=4 -> model.num_kv_heads: `model.attention` is latent
 {LATENT} model.value_norm=true -> model.value_norm: `model.attention` is latent
 {LATENT} model.qk_norm=head -> model.qk_norm: `model.attention` is latent

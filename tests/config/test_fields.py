@@ -31,16 +31,17 @@ FIELD_NAMES = {
         "layers_before_stages logit_cap logit_divisor mlp_hidden moe_every norm_epsilon num_heads "
         "num_kv_heads num_layers positions predict_ahead q_latent qk_norm remat residual_scale "
         "rope_width scan_layers score_scale sliding_window stage_chunks tie_embeddings value_norm "
-        "value_width vocab_size width zero_centered_norms"
+        "value_scale value_width vocab_size width zero_centered_norms"
     ),
-    "model.full_attention": "head_width keys_are_values num_kv_heads theta turned_channels",
+    "model.full_attention": "head_width keys_are_values num_kv_heads sinks theta turned_channels",
     "model.indexer": "heads keys width",
     "model.linear": (
         "convolution convolution_bias form key_heads key_width least_step value_heads value_width"
     ),
     "model.rope": (
         "attention_factor beta_fast beta_slow factor high_frequency_factor "
-        "low_frequency_factor mscale mscale_all_dim scaling theta trained_length truncate"
+        "low_frequency_factor mscale mscale_all_dim query_growth scaling theta "
+        "trained_length truncate"
     ),
     "moe": (
         "capacity_factor expert_bias expert_hidden expert_scale experts_per_token headroom "

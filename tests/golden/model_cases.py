@@ -143,6 +143,32 @@ def gemma(number: int, chosen: int, hidden: Sequence[int]) -> dict:
     return {**keys, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
 
 
+def trinity(shared: int, dense: int, window: int) -> dict:
+    """Shared experts, dense blocks at the start, and a window, under AFMoE's names."""
+    return {
+        "num_shared_experts": shared,
+        "num_dense_layers": dense,
+        "sliding_window": window,
+    }
+
+
+def mimo(heads: int, window: int, theta: float, share: float) -> dict:
+    """Keys and values, window, base and rotating share of a head, under MiMo's names."""
+    kinds = {"sliding_attention": 1e4, "full_attention": theta}
+    rotates = {"rope_type": "default", "partial_rotary_factor": share}
+    return {
+        "num_key_value_heads": heads,
+        "sliding_window": window,
+        "rope_parameters": {kind: {**rotates, "rope_theta": base} for kind, base in kinds.items()},
+    }
+
+
+def growing(scaling: dict, length: int, growth: float) -> dict:
+    """Positions as Mistral 4 has them: queries grow with each length behind them."""
+    own = {"original_max_position_embeddings": length, "llama_4_scaling_beta": growth}
+    return {"rope_parameters": {"rope_theta": 1e4, **scaling, **own}}
+
+
 def two_ropes(near: float, far: float, share: float | None = None) -> dict:
     """Positions of blocks with a window, and without: all pairs turn, or a share of them."""
     some = {"rope_type": "proportional", "partial_rotary_factor": share}
@@ -703,6 +729,72 @@ CASES: dict[str, dict[str, dict]] = {
             "n_group": 4,
             "topk_group": 2,
             "use_conv_bias": False,
+        },
+    },
+    "afmoe": {
+        "biases, a table of layers": {
+            **ODD,
+            **sizes(4, 20, head=6),
+            **experts("num_experts", 5, 3, (14, 10)),
+            **trinity(2, 1, 9),
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "mup_enabled": True,
+            "route_scale": 2.5,
+        },
+        "even, each second layer in full, yarn": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **experts("num_experts", 24, 6, (16, 8)),
+            **trinity(1, 0, 7),
+            **rope(YARN),
+            "global_attn_every_n_layers": 2,
+        },
+    },
+    "mimo_v2_flash": {
+        "biases, most layers in full": {
+            **ODD,
+            **sizes(4, 20, head=10),
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            **groups(1, 1),
+            **mimo(2, 9, 3e5, 0.61),
+            "num_attention_heads": 12,
+            "layer_types": [*["full_attention"] * 2, "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "v_head_dim": 7,
+        },
+        "even, groups": {
+            **EVEN,
+            **TIED,
+            **sizes(3, 24, head=8),
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            **groups(4, 2),
+            **mimo(2, 7, 5e6, 0.334 * 1.5),
+            "v_head_dim": 6,
+            "routed_scaling_factor": 2.5,
+        },
+    },
+    "mistral4": {
+        "direct queries, first block dense": {
+            **LATENT,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            **growing(YARN, 7, 0.3),
+            "kv_lora_rank": 7,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+            "routed_scaling_factor": 1.5,
+        },
+        "even, yarn": {
+            **LATENT_EVEN,
+            **TIED,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            **growing({**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}, 16, 0.1),
+            "n_shared_experts": 1,
+            "num_hidden_layers": 2,
         },
     },
 }

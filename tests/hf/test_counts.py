@@ -42,6 +42,11 @@ What `published.json` was compared with, because the files of the authors could 
 - Nemotron-3-Nano-30B-A3B: a copy of the whole file in a test of a public repository; equal.
 - Nemotron-3-Super-120B-A12B: sizes and layers alone, from public scripts for Megatron-LM and notes,
   which agree; channels of a state, groups and positions of the convolution are those of Nano.
+- Trinity-Mini: all is from memory; its 26.1 billion parameters are those of its name.
+- MiMo-V2-Flash: sizes from the defaults of transformers' `MiMoV2FlashConfig`, which agree with
+  public notes and scripts; those name its other keys, too, whose values are from memory. They make
+  309 billion parameters, 15 billion active, as published.
+- Mistral-Small-4-119B: sizes and positions from the defaults of transformers' `Mistral4Config`.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
 """
 

@@ -147,6 +147,39 @@ KNOWN = {
         "moe.router.weight_scale": 2.5,
         "moe.router.balance_loss": pytest.approx(23 * 0.0001),
     },
+    "Trinity-Mini": {
+        "model.positions": "window",
+        "model.sliding_window": 2048,
+        "model.full_attention_every": 4,
+        "model.first_dense_layers": 2,
+        "model.embedding_scale": 2048**0.5,
+        "moe.router.weight_scale": 2.826,
+        "moe.router.balance_loss": pytest.approx(30 * 0.0001),
+    },
+    "MiMo-V2-Flash": {
+        "model.sliding_window": 129,
+        "model.layer_attention": ("full", *(*("window",) * 4, "full") * 1)
+        + (*("window",) * 5, "full") * 7,
+        "model.num_kv_heads": 8,
+        "model.full_attention.num_kv_heads": 4,
+        "model.full_attention.sinks": False,
+        "model.full_attention.theta": 5_000_000,
+        "model.rope.theta": 10_000,
+        "model.rope_width": 64,
+        "model.value_width": 128,
+        "model.value_scale": 0.707,
+        "moe.router.weight_scale": 1.0,
+        "model.norm_epsilon": 1e-5,
+    },
+    "Mistral-Small-4-119B": {
+        "model.rope.query_growth": 0.1,
+        "model.rope.trained_length": 8192,
+        "model.rope.factor": 128.0,
+        "model.rope.mscale_all_dim": 1.0,
+        "model.q_latent": 1024,
+        "model.rope_width": 64,
+        "moe.router.renormalize": True,
+    },
 }
 
 
@@ -240,11 +273,42 @@ def test_the_architecture_tells_families_of_one_kind_apart():
         family_of({**config, "architectures": ["MiniMaxForCausalLM"]})
 
 
+def test_mimo_may_say_all_in_the_forms_of_authors_and_of_transformers():
+    """As transformers saves the config of a released folder, with floats for whole numbers."""
+    config = PUBLISHED["MiMo-V2-Flash"]
+    full = [index == 0 or index % 6 == 5 for index in range(48)]
+    theirs = {
+        "layer_types": ["full_attention" if each else "sliding_attention" for each in full],
+        "mlp_layer_types": ["dense", *["sparse"] * 47],
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "full_attention": {**TWO_BASES["full_attention"], "rope_theta": 5_000_000.0},
+            "sliding_attention": TWO_BASES["sliding_attention"],
+        },
+        "sliding_window": 129,
+    }
+    assert read({**config, **theirs}) == read(config)
+    written = family_of(config).write(from_settings(read(config)), {})
+    assert {key: written[key] for key in theirs} == theirs | {
+        "rope_parameters": {
+            blocks: {**own, "partial_rotary_factor": pytest.approx(1 / 3)}
+            for blocks, own in theirs["rope_parameters"].items()
+        }
+    }
+    assert written["hybrid_layer_pattern"] == config["hybrid_layer_pattern"]
+    assert (written["sliding_window_size"], written["swa_num_key_value_heads"]) == (128, 8)
+
+
 def test_training_settings_are_settings():
     assert set(TRAINING) <= set(fields())
 
 
 TWO_ROPES = PUBLISHED["Gemma-4-26B-A4B"]["rope_parameters"]
+TWO_BASES = {
+    blocks: {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.334}
+    for blocks in TWO_ROPES
+}
+GROWING = PUBLISHED["Mistral-Small-4-119B"]["rope_parameters"]
 REFUSED = [
     ("DeepSeek-V3", {"rope_interleave": False}, "`rope_interleave` is False"),
     ("DeepSeek-V3", {"num_key_value_heads": 8}, "`num_key_value_heads` is 8. In latent attention"),
@@ -398,6 +462,48 @@ REFUSED = [
         "`layers_block_type` has 52 layers, `hybrid_override_pattern` is 'MEM",
     ),
     ("Nemotron-3-Nano-30B-A3B", {"mamba_d_conv": 4}, "`mamba_d_conv` = 4 is a key whose meaning"),
+    ("Trinity-Mini", {"route_norm": False}, "`route_norm` is False"),
+    ("Trinity-Mini", {"n_group": 2}, "`n_group` is 2"),
+    ("Trinity-Mini", {"layer_types": ["full_attention"]}, "for each of 32 layers"),
+    ("Trinity-Mini", {"num_shared_experts": 0}, "`num_shared_experts` is 0"),
+    (
+        "Trinity-Mini",
+        {"global_attn_every_n_layers": 0, "layer_types": None},
+        "every_n_layers` is 0",
+    ),
+    ("MiMo-V2-Flash", {"swa_num_key_value_heads": 4}, "reads twice `num_key_value_heads`, 8"),
+    ("MiMo-V2-Flash", {"swa_head_dim": 128}, "keys disagree: `head_dim` is 192"),
+    ("MiMo-V2-Flash", {"swa_v_head_dim": 64}, "keys disagree: `v_head_dim` is 128"),
+    ("MiMo-V2-Flash", {"swa_num_attention_heads": 32}, "keys disagree: `num_attention_heads`"),
+    ("MiMo-V2-Flash", {"add_full_attention_sink_bias": True}, "sink_bias` is True"),
+    ("MiMo-V2-Flash", {"n_shared_experts": 1}, "`n_shared_experts` is 1"),
+    ("MiMo-V2-Flash", {"hybrid_layer_pattern": [2] * 48}, "must say 0 for full_attention"),
+    ("MiMo-V2-Flash", {"hybrid_layer_pattern": [1] * 48}, "with sliding_attention and full_att"),
+    ("MiMo-V2-Flash", {"layer_types": ["full_attention"] * 48}, "agree with the second"),
+    ("MiMo-V2-Flash", {"moe_layer_freq": [1] * 3}, "dense or sparse for each of 48 layers"),
+    ("MiMo-V2-Flash", {"sliding_window_size": 0}, "`sliding_window_size` is 0"),
+    ("MiMo-V2-Flash", {"partial_rotary_factor": 1.5}, "288 of a head's 192 channels would"),
+    ("MiMo-V2-Flash", {"rope_parameters": {"rope_theta": 1.0}}, "an object for sliding_attention"),
+    ("MiMo-V2-Flash", {"rope_parameters": TWO_BASES}, "keys disagree: `rope_theta` is 5000000"),
+    ("Mistral-Small-4-119B", {"n_group": 2}, "`n_group` is 2"),
+    ("Mistral-Small-4-119B", {"rope_interleave": False}, "`rope_interleave` is False"),
+    ("Mistral-Small-4-119B", {"rope_parameters": None}, "`rope_scaling` is missing"),
+    *(
+        ("Mistral-Small-4-119B", {"rope_parameters": {**GROWING, **own}}, fragment)
+        for own, fragment in (
+            ({"llama_4_scaling_beta": None}, "`llama_4_scaling_beta` of `rope_scaling` is None"),
+            ({"llama_4_scaling_beta": -0.1}, "`llama_4_scaling_beta` is -0.1. Queries grow"),
+            ({"original_max_position_embeddings": None}, "is None, `llama_4_scaling_beta` is 0.1"),
+            ({"partial_rotary_factor": 0.25}, "keys disagree: `partial_rotary_factor` is not"),
+            ({"rope_type": "default"}, "positions scale by 'default' (`rope_parameters`)"),
+            ({"mrope_section": [1]}, "has `mrope_section` = [1]"),
+        )
+    ),
+    (
+        "Mistral-Small-4-119B",
+        {"rope_scaling": {"type": "yarn"}, "rope_parameters": None},
+        "Name it `rope_parameters`",
+    ),
     ("Qwen3-30B-A3B", {"rope_scaling": {"mrope_section": [1]}}, "has `mrope_section` = [1]"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
@@ -443,6 +549,12 @@ WITHOUT_KEY = [
     ("Nemotron-3-Nano-30B-A3B", {"model.positions": "rotary"}, "no key for `model.positions`"),
     ("Nemotron-3-Nano-30B-A3B", {"model.tie_embeddings": True}, "key for `model.tie_embeddings`"),
     ("Nemotron-3-Nano-30B-A3B", {"model.layer_mlps": ()}, "does not have attention, an MLP or exp"),
+    ("Trinity-Mini", {"model.embedding_scale": 2.0}, "`model.embedding_scale` is 2.0. It is"),
+    ("Trinity-Mini", {"model.positions": "rotary"}, "no key for `model.positions` = 'rotary'"),
+    ("MiMo-V2-Flash", {"model.num_kv_heads": 16}, "no key for `model.full_attention.num_kv_heads`"),
+    ("MiMo-V2-Flash", {"model.full_attention.sinks": True}, "no key for `model.full_attention.s"),
+    ("DeepSeek-V3", {"model.rope.query_growth": 0.1}, "no key for `model.rope.query_growth` = 0.1"),
+    ("Mixtral-8x7B", {"model.value_width": 64}, "no key for `model.value_width` = 64"),
     ("Mixtral-8x7B", {"model.value_norm": True}, "no key for `model.value_norm` = True"),
     ("Mixtral-8x7B", {"model.activation": "geglu"}, "no key for `model.activation` = 'geglu'"),
     ("Mixtral-8x7B", {"moe.num_shared_experts": 1}, "no key for `moe.num_shared_experts` = 1"),

@@ -152,3 +152,20 @@ def test_a_token_uses_the_biases_of_its_experts_and_the_whole_routers():
     counts = count(cfg, sizes)
     assert (counts.total, counts.active) == (1248, 300 + 8 + 40)
     assert (counts.matmul, counts.flops_per_token) == (0, attention)
+
+
+def test_values_of_another_width_than_keys_and_sinks_of_some_blocks_are_counted():
+    """MiMo-V2: a block with a window and one without, which has fewer keys and no sinks."""
+    own = FullAttentionConfig(num_kv_heads=1, sinks=False)
+    model = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, head_width=8, value_width=6)
+    model = dataclasses.replace(model, sliding_window=3, full_attention_every=2, full_attention=own)
+    model = dataclasses.replace(model, attention_sinks=True)
+    cfg = Config(model=model, data=DataConfig(sequence_length=64))
+    near, far = sum(min(place, 3) for place in range(1, 65)), sum(range(1, 65))
+    assert count(cfg, {}).flops_per_token == 4 * (8 + 6) * 6 * (near + far) // 64
+    sizes = step_for_shapes(cfg).parameter_sizes()
+    attention = sum(n for path, (_, n) in sizes.items() if ".attention." in path)
+    D, E, F = model.width, cfg.moe.num_experts, cfg.moe.expert_hidden
+    matrices = D * (4 * 8 + 2 * (8 + 6) + 4 * 6) + D * (4 * 8 + 8 + 6 + 4 * 6)
+    assert attention == matrices + 4
+    assert parameters_of(cfg) == matrices + 2 * D * E * (1 + 3 * F) + D * model.vocab_size

@@ -25,6 +25,8 @@ DEFAULTS = {
     "ERNIE-4.5-21B-A3B": (),
     "FlexOlmo-7x7B-1T": (),
     "Qwen3.5-35B-A3B": (),
+    "MiMo-V2-Flash": ("n_shared_experts",),  # no key of the class
+    "Mistral-Small-4-119B": (),
     "Kimi-Linear-48B-A3B": ("first_k_dense_replace", "head_dim"),  # no keys of the class
 }
 SIZES = (

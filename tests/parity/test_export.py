@@ -53,6 +53,9 @@ ROUTES = {
     "kimi_linear": (FOUR, {"route": "split"}),
     "gemma4_text": (FOUR, {"route": "duplicate"}),
     "nemotron_h": (FOUR, {"route": "merge"}),
+    "afmoe": (FOUR, {"route": "merge"}),
+    "mimo_v2_flash": (FOUR, {"route": "split"}),
+    "mistral4": (FOUR, {"route": "duplicate"}),
     # Of dense models: `run_config` makes fsdp of the experts' ranks.
     "llama": (FOUR, {}),
     "mistral": (FOUR, {}),
@@ -110,7 +113,7 @@ def test_transformers_computes_the_same_with_an_export(tmp_path, theirs, family,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "gemma4_text"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "gemma4_text", "mistral4"])
 def test_a_text_model_out_of_one_of_images_is_computed_and_exported(tmp_path, theirs, family):
     """The folders that transformers writes of both, and an export of what was read."""
     case = cases_of(family)[even_case(family)]
@@ -119,7 +122,7 @@ def test_a_text_model_out_of_one_of_images_is_computed_and_exported(tmp_path, th
     wanted = theirs.logits(whole, token_BT)
     text = theirs.load(tmp_path / "in")
     table = family_named(family)
-    # What transformers makes of such a folder: the text model, or for Gemma 4 again both.
+    # What transformers makes of such a folder: the text model, or for others than Qwen again both.
     assert type(text).__name__ in (table.architecture, table.around.architecture)
     np.testing.assert_array_equal(theirs.logits(text, token_BT), wanted)
     text.save_pretrained(tmp_path / "text")

@@ -18,7 +18,9 @@ from tests.annotations import without_annotations
 from tests.cases import (
     CERTAIN,
     GEMMA,
+    MIMO,
     NEMOTRON,
+    TRINITY,
     assert_close,
     one_device_state,
     part_of,
@@ -97,6 +99,8 @@ KINDS = [
             "sliding_window": 5,
             "full_attention_every": 2,
             "remat": "full",
+            # Queries that grow with the position (Mistral 4).
+            "rope": RopeConfig(query_growth=0.3, trained_length=3),
         }
     },
     {
@@ -175,6 +179,8 @@ KINDS = [
         }
     },
     NEMOTRON,
+    {"model": MIMO},
+    {"model": TRINITY},
 ]
 
 
@@ -185,7 +191,7 @@ CASES = [
     Case((1, 8, 1, 1), 2, k=1, kinds=(12,)),
     Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
     Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "duplicate", (1, 2), 8, kinds=(10, 11, 12, 13)),
-    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7)),
+    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7, 21)),
     Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(16,)),
     Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11, 14)),
     Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1), kinds=(11, 12, 14)),
@@ -212,6 +218,7 @@ CASES = [
     Case((1, 1, 2, 4), 1, ("replicated", "hidden"), kinds=(11, 18)),
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(19,)),
     Case((1, 1, 2, 4), 1, ("replicated", "hidden"), "duplicate", kinds=(19,)),
+    Case((1, 2, 2, 2), 1, kinds=(20,)),
 ]
 
 MESHES = [

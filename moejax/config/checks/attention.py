@@ -46,6 +46,11 @@ def _check_full(model: ModelConfig) -> None:
         f"`model.full_attention.num_kv_heads` = {heads}. Choose {divisors_text(model.num_heads)}.",
     )
     turned, width = own.turned_channels, own.head_width or model.head_width
+    require(
+        not own.keys_are_values or model.value_width in (None, width),
+        f"`model.value_width` = {model.value_width} is not the {width} channels of a key, and "
+        "`model.full_attention.keys_are_values` is true. Set model.value_width=none.",
+    )
     if turned is None:
         return
     require(

@@ -31,9 +31,11 @@ class MixerSizes(NamedTuple):
 
 
 def _grouped_matrices(model: ModelConfig) -> list[Matrix]:
-    D, H, C = model.width, model.num_heads, model.head_width
-    keys = [(D, model.num_kv_heads * C)] * (1 if model.full_attention.keys_are_values else 2)
-    return [(D, H * C)] * (2 if model.attention_gate else 1) + [*keys, (H * C, D)]
+    D, H, G = model.width, model.num_heads, model.num_kv_heads
+    C, V = model.head_width, model.value_channels
+    queries = [(D, H * C), *([(D, H * V)] if model.attention_gate else [])]
+    values = [] if model.full_attention.keys_are_values else [(D, G * V)]
+    return [*queries, (D, G * C), *values, (H * V, D)]
 
 
 def _latent_matrices(model: ModelConfig) -> list[Matrix]:

@@ -1,8 +1,8 @@
 """Tables of families whose routers have a selection bias, with grouped attention.
 
 Read `tables` first. Sources: Zhipu AI 2025 (GLM-4.5), MiniMax 2025, Upstage 2026 (Solar Open),
-rednote-hilab 2025 (dots.llm1), Tencent 2026 (Hy3), Baidu 2025 (ERNIE 4.5), NVIDIA 2025
-(Nemotron-H, Nemotron 3).
+rednote-hilab 2025 (dots.llm1), Tencent 2026 (Hy3), Baidu 2025 (ERNIE 4.5), Arcee AI 2025 (AFMoE),
+Xiaomi 2025 (MiMo-V2-Flash).
 """
 
 from moejax.hf.families.attention import (
@@ -10,9 +10,20 @@ from moejax.hf.families.attention import (
     BothBiases,
     HeadNorm,
     HeadWidth,
+    RootScale,
     SoftmaxAttention,
+    WindowHeads,
 )
-from moejax.hf.families.blocks import FIRST_DENSE, LayerRange, LayerTypes, MlpTypes, PartsAlone
+from moejax.hf.families.blocks import (
+    FIRST_DENSE,
+    FULL,
+    SLIDING,
+    FirstFull,
+    FullWithoutPositions,
+    LayerRange,
+    LayerTypes,
+    MlpTypes,
+)
 from moejax.hf.families.experts import (
     CHOICES,
     SHARED_EXPERTS,
@@ -20,24 +31,23 @@ from moejax.hf.families.experts import (
     DenseHidden,
     Groups,
     SequenceBalance,
-    SharedExpert,
 )
 from moejax.hf.families.family import COMMON, Family
-from moejax.hf.families.parts import NOISE, PAPER, Always, Same
-from moejax.hf.families.rope import POSITIONS, Rope
+from moejax.hf.families.parts import NOISE, PAPER, Always, Numbered, Same, Twice
+from moejax.hf.families.rope import POSITIONS, Rope, TwoBases
 from moejax.hf.families.tensors import (
     BIASED,
     DENSE,
     EXPERTS,
+    FOUR_NORMS,
     FUSED,
     GROUPED,
-    NEMOTRON_H_TENSORS,
     NORMS,
     PAIRED,
     ROOT,
     SHARED,
+    SINKS,
     SPARSE_EXPERTS,
-    UNGATED_EXPERTS,
     mlp,
     router,
     selection_bias,
@@ -306,88 +316,111 @@ ERNIE4_5_MOE = Family(
     ahead_tensors=r"model\.mtp_.+",
 )
 
-_OTHERWISE = {"num_hidden_layers", "rms_norm_eps", "tie_word_embeddings", "hidden_act"}
-
-NEMOTRON_H = Family(
-    name="nemotron_h",
-    architecture="NemotronHForCausalLM",
+AFMOE = Family(
+    name="afmoe",
+    architecture="AfmoeForCausalLM",
     parts=(
         CHOICES,
         KEY_VALUE_HEADS,
         HeadWidth(),
-        PartsAlone("mamba2"),
+        Rope(),
+        BothBiases(),
+        FullWithoutPositions(),
+        RootScale(keys=("mup_enabled",)),
         DenseHidden(),
-        SharedExpert(keys=("moe_shared_expert_intermediate_size",), gate=False),
-        Groups(),
-        Same("layer_norm_epsilon", "model.norm_epsilon", default=1e-5, also=("norm_eps",)),
-        Same("n_groups", "model.linear.key_heads"),
-        Same("ssm_state_size", "model.linear.key_width"),
-        Same("mamba_num_heads", "model.linear.value_heads"),
-        Same("mamba_head_dim", "model.linear.value_width"),
-        Same("conv_kernel", "model.linear.convolution"),
-        Same("use_conv_bias", "model.linear.convolution_bias", default=True),
-        Same("time_step_min", "model.linear.least_step", default=0.001),
-        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts",)),
+        SequenceBalance(default=PAPER, dense="num_dense_layers"),
+        Same("num_dense_layers", "model.first_dense_layers", default=1),
+        Same("num_shared_experts", "moe.num_shared_experts", positive=True),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
         Same("moe_intermediate_size", "moe.expert_hidden"),
-        Same("moe_latent_size", "moe.latent", default=None),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
-        # transformers has one shared expert, and ties nothing, whatever the file says.
-        Always("n_shared_experts", 1),
-        Always("tie_word_embeddings", False),
-        Always("mlp_hidden_act", "relu2"),
-        Always("mamba_hidden_act", "silu"),
-        Always("attention_bias", False),
-        Always("mamba_proj_bias", False),
-        Always("mlp_bias", False),
-        Always("use_bias", False),
-        Always("residual_in_fp32", False),
-        Always("sliding_window", None),
-        Always("hidden_dropout", 0.0, advice=NOISE),
-        Always("num_nextn_predict_layers", 0, others=(1,)),  # which is left out
+        Same("route_scale", "moe.router.weight_scale", default=1.0),
+        Always("route_norm", True),
+        Always("score_func", "sigmoid"),
+        *(
+            Always(name, 1)
+            for name in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
+        ),
     ),
-    common=tuple(part for part in COMMON if _OTHERWISE.isdisjoint(part.keys)),
     implied={
-        "model.positions": "none",
-        "model.activation": "relu2",
-        "model.tie_embeddings": False,
+        "model.attention_gate": True,
+        "model.block_norm": "both",
+        "model.moe_every": 1,
+        "model.qk_norm": "head",
+        "moe.router.renormalize": True,
         "moe.router.score": "sigmoid",
     },
-    unused=(
-        "chunk_size",
-        "expand",
-        "mamba_ssm_cache_dtype",
-        "moe_shared_expert_overlap",
-        "mtp_hybrid_override_pattern",
-        "mtp_layers_block_type",
-        "num_logits_to_keep",
-        "partial_rotary_factor",
-        "rescale_prenorm_residual",
-        "rope_theta",
-        "time_step_floor",
-        "time_step_limit",
-        "time_step_max",
-        "use_mamba_kernels",
+    # A coefficient of training, and which kernel computes the experts.
+    unused=("load_balance_coeff", "use_grouped_mm"),
+    missing={"head_dim": 128, "num_shared_experts": 2, "sliding_window": 1024},
+    null={"layer_types": None, "num_key_value_heads": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        *FOUR_NORMS,
+        *GROUPED,
+        Rule("attention.w_gate", "self_attn.gate_proj.weight", "HC D"),
+        *DENSE,
+        *SHARED,
+        *router("mlp.router."),
+        *selection_bias("mlp.expert_bias"),
     ),
+    experts=(EXPERTS, FUSED),
+)
+
+MIMO_V2_FLASH = Family(
+    name="mimo_v2_flash",
+    architecture="MiMoV2FlashForCausalLM",
+    parts=(
+        CHOICES,
+        Twice("num_attention_heads", "model.num_heads", also=("swa_num_attention_heads",)),
+        Twice("head_dim", "model.head_width", also=("swa_head_dim",)),
+        Twice("rms_norm_eps", "model.norm_epsilon", also=("layernorm_epsilon",)),
+        WindowHeads(),
+        TwoBases(),
+        Numbered(FirstFull(), "layer_types", "hybrid_layer_pattern", (FULL, SLIDING)),
+        Numbered(MlpTypes(), "mlp_layer_types", "moe_layer_freq", ("dense", "sparse")),
+        DenseHidden(),
+        Groups(),
+        SequenceBalance(default=PAPER),
+        Same("attention_bias", "model.attention_bias", default=False),
+        Same("attention_value_scale", "model.value_scale", default=0.707),
+        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        Always("add_full_attention_sink_bias", False),
+        Always("add_swa_attention_sink_bias", True),
+        Always("n_shared_experts", None, others=(0,)),
+        Always("topk_method", "noaux_tc"),
+        Always("scoring_func", "sigmoid"),
+    ),
+    common=tuple(part for part in COMMON if "rms_norm_eps" not in part.keys),
+    implied={"model.attention_sinks": True, "moe.router.score": "sigmoid"},
+    unused=("attention_chunk_size", "hybrid_block_size"),
     missing={
-        "conv_kernel": 4,
-        "head_dim": 128,
-        "intermediate_size": 21504,
-        "mamba_head_dim": 64,
-        "mamba_num_heads": 128,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
+        "head_dim": 192,
         "n_group": 1,
-        "n_groups": 8,
-        "n_routed_experts": 8,
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 8,
-        "ssm_state_size": 128,
+        "num_key_value_heads": 4,
+        "sliding_window": 129,
         "topk_group": 1,
+        "v_head_dim": 128,
     },
-    null={"moe_latent_size": None},
-    rules=NEMOTRON_H_TENSORS,
-    experts=UNGATED_EXPERTS,
-    ahead_tensors=r"mtp\..+",
+    null={
+        "attention_value_scale": 1.0,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "rope_parameters": None,
+        "routed_scaling_factor": 1.0,
+        "sliding_window_size": None,
+    },
+    rules=(
+        *ROOT,
+        *NORMS,
+        *(rule for rule in GROUPED if "sinks" not in rule.ours),
+        SINKS,
+        *DENSE,
+        *router("mlp."),
+        *selection_bias("mlp.gate.e_score_correction_bias"),
+    ),
+    experts=(EXPERTS, FUSED),
+    ahead_tensors=r"model\.mtp\..+",
 )

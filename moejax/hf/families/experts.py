@@ -156,15 +156,17 @@ class SequenceBalance:
 
     Attributes:
       default: coefficient where the file names none.
+      dense: key of the number of dense blocks at the start.
     """
 
     default: float
+    dense: str = "first_k_dense_replace"
     keys: tuple[str, ...] = ("aux_loss_alpha", "seq_aux")
 
     def read(self, config: Config) -> dict[str, Any]:
         alpha = value_of(config, ("aux_loss_alpha",), self.default)
         layers = whole_number(config, "num_hidden_layers")
-        dense = value_of(config, ("first_k_dense_replace",), mlp_types(config).count("dense"))
+        dense = value_of(config, (self.dense,), mlp_types(config).count("dense"))
         by_sequence = value_of(config, ("seq_aux",), True)
         return {
             "moe.router.balance_loss": alpha * max(0, layers - dense),

@@ -142,6 +142,9 @@ COMMON: tuple[Part, ...] = (
 )
 
 
+IN_LANGUAGE_MODEL = (("model.language_model.", "model."),)
+
+
 @dataclass(frozen=True)
 class Around:
     """A model of images and texts that has a family's models inside; see `hf.text`.
@@ -149,14 +152,15 @@ class Around:
     Attributes:
       name: its `model_type`.
       architecture: the class that transformers builds.
-      prefix: what names of the text model's tensors begin with, in the place of `model.`.
+      prefixes: what names of the text model's tensors begin with, and what stands there in a text
+        model by itself.
       others: pattern of the names of the other tensors, which are left out.
       keys: keys beside `text_config` that change nothing in texts.
     """
 
     name: str
     architecture: str
-    prefix: str
+    prefixes: tuple[tuple[str, str], ...]
     others: str
     keys: tuple[str, ...]
 

@@ -15,6 +15,13 @@ NORMS = (
     Rule("attention_norm.scale", "input_layernorm.weight"),
     Rule("mlp_norm.scale", "post_attention_layernorm.weight"),
 )
+# Norms of inputs and of results (AFMoE).
+FOUR_NORMS = (
+    Rule("attention_norm.scale", "input_layernorm.weight"),
+    Rule("attention_out_norm.scale", "post_attention_layernorm.weight"),
+    Rule("mlp_norm.scale", "pre_mlp_layernorm.weight"),
+    Rule("mlp_out_norm.scale", "post_mlp_layernorm.weight"),
+)
 GROUPED = (
     Rule("attention.w_q", "self_attn.q_proj.weight", "HC D"),
     Rule("attention.w_k", "self_attn.k_proj.weight", "GC D"),
@@ -33,6 +40,8 @@ PAIRED = tuple(
     replace(rule, paired="C") if rule.ours in ("attention.w_q", "attention.w_k") else rule
     for rule in GROUPED
 )
+# Of blocks with a window alone, by the name of released files (MiMo).
+SINKS = Rule("attention.sinks", "self_attn.attention_sink_bias")
 # A head's last channels rotate, in pairs. The key that rotates follows the latent of keys and
 # values.
 LATENT = (

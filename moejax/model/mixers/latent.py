@@ -155,7 +155,8 @@ class LatentAttention(nnx.Module):
     def _queries(self, q_BTZ: jax.Array, angles: Angles) -> jax.Array:
         """Returns rotated queries of their source."""
         w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
-        return rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles.full)
+        q_BTHC = rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles.full)
+        return angles.grown(q_BTHC)
 
     def _in_context(self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles) -> jax.Array:
         """`__call__` where devices share sequences: they exchange latents, expand those seen."""

@@ -150,7 +150,10 @@ def model_gaps(cfg: Config) -> list[Gap]:
         "RMSNorm of queries and keys behind rotary positions": model.qk_norm == "rotated",
         "norms behind attention and MLP": model.block_norm != "before",
         "norms of experts, router and shared experts each": cfg.moe.own_norms,
-        "norms of values": model.value_norm,
+        "norms or factors of values": model.value_norm or model.value_scale != 1.0,
+        "values of another width than keys": not model.is_latent
+        and model.value_channels != model.head_width,
+        "queries that grow with the position": model.rope.query_growth > 0,
         "other heads in blocks without a window": model.full_attention != FullAttentionConfig(),
         "factors of blocks": model.layer_scale,
         "factors of experts": cfg.moe.expert_scale,
@@ -159,7 +162,7 @@ def model_gaps(cfg: Config) -> list[Gap]:
         or {model.embedding_scale, model.residual_scale, model.logit_divisor} != {1.0},
         "sliding window": model.sliding_window is not None,
         f"linear attention {model.linear.form}": model.is_linear,
-        "attention without positions": not model.rotates,
+        "attention without positions": model.positions != "rotary",
         {"geglu": "GEGLU"}.get(model.activation, "clamped SwiGLU"): model.activation
         not in ("swiglu", "relu2"),
         "layers of attention, an MLP or experts alone": model.parts < 2 * model.num_layers,

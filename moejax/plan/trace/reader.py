@@ -104,8 +104,7 @@ class _Reader:
         if name == "device_put":
             return self._copies(eqn, operands, scope)
         if name == "empty":
-            value = self._new(eqn.outvars[0])
-            self.empty.add(value)
+            self.empty.add(value := self._new(eqn.outvars[0]))
             return [value]
         if name == "scan":
             return self._scan(eqn, operands, scope)

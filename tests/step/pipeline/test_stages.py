@@ -27,7 +27,7 @@ from moejax.plan.trace.reader import collectives
 from moejax.step.model import check_adapters, layouts_of
 from moejax.step.pipeline.stage import Layers
 from tests.annotations import without_annotations
-from tests.cases import CERTAIN, GEMMA, few, random_batch, small_config, step_for
+from tests.cases import CERTAIN, GEMMA, MIMO, few, random_batch, small_config, step_for
 
 ANY = pytest.mark.exhaustive
 NO_BALANCE = {"balance_loss": 0.0}
@@ -229,6 +229,7 @@ CASES = {
         "model": {**GEMMA["model"], "num_layers": 4, "layer_scale": False},
         "moe": {**GEMMA["moe"], **CERTAIN},
     },
+    "heads of MiMo-V2": {"model": {**MIMO, "num_layers": 4}, "layers": 4},
     "ahead, dense before, latent": {
         "model": {"first_dense_layers": 1, **UNTIED, **LATENT, **AHEAD},
         "router": {"balance_over": "sequence", "z_loss": 0.1},
