@@ -18,6 +18,7 @@ from moejax.config.schema import (
     Config,
     DataConfig,
     FullAttentionConfig,
+    LinearConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -74,6 +75,43 @@ GEMMA = {
         "own_norms": True,
         "expert_scale": True,
     },
+}
+
+# Layers of Mamba-2, attention without positions, experts at a latent, or an MLP (Nemotron-H).
+MAMBA = LinearConfig("mamba2", 4, 8, key_width=6, value_width=4, convolution=3)
+NEMOTRON = {
+    "model": {
+        "num_layers": 5,
+        "activation": "relu2",
+        "positions": "none",
+        "layer_attention": ("linear", "none", "full", "none", "linear"),
+        "layer_mlps": ("none", "dense", "none", "experts", "none"),
+        "linear": dataclasses.replace(MAMBA, convolution_bias=True, least_step=0.05),
+    },
+    "moe": {"latent": 16, "num_shared_experts": 1, "shared_hidden": 24},
+}
+# Keys and values of other widths, a factor on values; blocks with a window have sinks, more keys
+# and another base than those without (MiMo-V2).
+MIMO = {
+    "num_layers": 2,
+    "attention_sinks": True,
+    "num_kv_heads": 4,
+    "value_width": 6,
+    "value_scale": 0.7,
+    "rope_width": 2,
+    "sliding_window": 5,
+    "full_attention_every": 2,
+    "full_attention": FullAttentionConfig(num_kv_heads=2, theta=300.0, sinks=False),
+}
+# Positions in blocks with a window alone, an output gate, four norms of a block (AFMoE).
+TRINITY = {
+    "num_layers": 2,
+    "positions": "window",
+    "attention_gate": True,
+    "block_norm": "both",
+    "qk_norm": "head",
+    "sliding_window": 5,
+    "full_attention_every": 2,
 }
 
 

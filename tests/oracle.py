@@ -161,9 +161,10 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
     def result(a, of):
         return normed(a, f"{of}_norm" if after else f"{of}_out_norm")
 
-    h = x if after else normed(x, "attention_norm")
-    y = attend(w["attention"], h, segments, index, cfg)
-    x = x + factor * result(y, "attention")
+    if "attention" in w:
+        h = x if after else normed(x, "attention_norm")
+        y = attend(w["attention"], h, segments, index, cfg)
+        x = x + factor * result(y, "attention")
     h, added = x if after else normed(x, "mlp_norm"), 0.0
     loss, load, needed = 0.0, None, None
     if "moe" in w:
@@ -180,7 +181,11 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
             seen, own = x / length * w["router_scale"], normed(x, "experts_norm")
         seen = seen if noise is None else seen * noise.factors(h.shape, moe.router.jitter)
         options["router_x_ND"] = seen.reshape(-1, D)
-        y, weight_NE = moe_reference(own.reshape(-1, D), *args, moe.router, **options)
+        if "w_down" in w["moe"]:
+            own = own @ w["moe"]["w_down"]
+        rows = own.reshape(B * T, -1)
+        y, weight_NE = moe_reference(rows, *args, moe.router, **options)
+        y = y @ w["moe"]["w_up"] if "w_up" in w["moe"] else y
         added = normed(y.reshape(B, T, D), "experts_out_norm")
         chosen_NE = weight_NE != 0
         load = jnp.sum(chosen_NE, axis=0)
@@ -191,12 +196,13 @@ def _block(w, bias, x, segments, index, cfg: Config, noise, recorded_NK=None):
         if moe.router.quantile_bins is not None:
             needed = _needed(logit_NE, args[1], cfg)
     if "mlp" in w:
-        y = gated(h @ w["mlp"]["w_in"][:, 0], h @ w["mlp"]["w_in"][:, 1], _form(cfg.model))
+        y = gated(*(h @ w["mlp"]["w_in"][:, u] for u in (0, -1)), _form(cfg.model))
         y = y @ w["mlp"]["w_out"]
         if "shared_gate" in w:
             y = y / (1 + jnp.exp(-jnp.sum(h * w["shared_gate"], axis=-1, keepdims=True)))
         added = added + normed(y, "shared_out_norm")
-    x = x + factor * result(added, "mlp")
+    if "moe" in w or "mlp" in w:
+        x = x + factor * result(added, "mlp")
     return x * jax.lax.stop_gradient(w.get("layer_scale", 1.0)), loss, load, needed
 
 
@@ -275,24 +281,28 @@ def moe_reference(
     h_NEUF = jnp.einsum("ND,EDUF->NEUF", x_ND, w_in_EDUF)
     if biases is not None:
         h_NEUF = h_NEUF + biases[0]
-    y_NED = jnp.einsum("NEF,EFD->NED", gated(h_NEUF[:, :, 0], h_NEUF[:, :, 1], form), w_out_EFD)
+    y_NED = jnp.einsum("NEF,EFD->NED", gated(h_NEUF[:, :, 0], h_NEUF[:, :, -1], form), w_out_EFD)
     if biases is not None:
         y_NED = y_NED + biases[1]
     return jnp.einsum("NE,NED->ND", weight_NE, y_NED), weight_NE
 
 
 def _form(model) -> float | str | None:
-    return model.clamp if model.clamp is not None else {"geglu": "geglu"}.get(model.activation)
+    if model.clamp is not None:
+        return model.clamp
+    return None if model.activation == "swiglu" else model.activation
 
 
 def gated(gate, up, limit: float | str | None):
     """An activation of gate and up, in another form than in `kernels.experts`.
 
     Args:
-      limit: limit of clamped SwiGLU; "geglu"; None for SwiGLU.
+      limit: limit of clamped SwiGLU; "geglu"; "relu2", which has no gate; None for SwiGLU.
     """
     if limit is None:
         return gate * jax.nn.sigmoid(gate) * up
+    if limit == "relu2":
+        return jnp.where(up > 0, up * up, 0.0)
     if limit == "geglu":  # by tanh, as a logistic function
         cubic = gate + 0.044715 * gate**3
         return gate * up * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * cubic)

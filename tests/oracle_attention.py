@@ -14,6 +14,7 @@ import numpy as np
 
 from moejax.config.schema import Config, FullAttentionConfig, ModelConfig, RopeConfig
 from tests.oracle_delta import linear
+from tests.oracle_state_space import mamba
 
 
 def attend(w, x, segments, block: int, cfg: Config):
@@ -26,15 +27,20 @@ def attend(w, x, segments, block: int, cfg: Config):
         full = model.layer_attention[block] == "full"
     usual = "linear" if model.linear.form != "none" else "window"
     if not full and (model.layer_attention or (usual,) * (block + 1))[block] == "linear":
-        return linear(w, x, segments, cfg)
+        mix = mamba if model.linear.form == "mamba2" else linear
+        return mix(w, x, segments, cfg)
     window = T if full else window
     back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    if model.positions == "window":
+        model = dataclasses.replace(model, positions="none" if full else "rotary")
+        cfg = dataclasses.replace(cfg, model=model)
     if model.full_attention != FullAttentionConfig():
         plain = dataclasses.replace(model, full_attention=FullAttentionConfig())
         cfg = dataclasses.replace(cfg, model=_full(model) if full else plain)
     near = (back >= 0) & (back < window)
     seen = near[None, None] & (segments[:, None, :, None] == segments[:, None, None, :])
-    return (_latent if model.attention == "latent" else _grouped)(w, x, seen, cfg)
+    forms = {"grouped": _grouped, "latent": _latent, "sparse": _sparse}
+    return forms[model.attention](w, x, seen, cfg)
 
 
 def _full(model: ModelConfig) -> ModelConfig:
@@ -44,6 +50,7 @@ def _full(model: ModelConfig) -> ModelConfig:
         "head_width": own.head_width or model.head_width,
         "num_kv_heads": own.num_kv_heads or model.num_kv_heads,
         "rope": dataclasses.replace(model.rope, theta=own.theta or model.rope.theta),
+        "attention_sinks": model.attention_sinks and own.sinks,
     }
     return dataclasses.replace(model, **changes)
 
@@ -61,6 +68,7 @@ def _grouped(w, x, seen, cfg: Config):
         q, k, v = q + w["b_q"], k + w["b_k"], v + w["b_v"]
     if model.value_norm:
         v = norm(v, 1.0, model.norm_epsilon)
+    v = model.value_scale * v
     if model.qk_norm == "head":
         q = norm(q, w["q_norm"]["scale"], model.norm_epsilon)
         k = norm(k, w["k_norm"]["scale"], model.norm_epsilon)
@@ -81,6 +89,7 @@ def _grouped(w, x, seen, cfg: Config):
     repeats = model.num_heads // model.num_kv_heads
     k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     score = jnp.einsum("BTHC,BSHC->BHTS", q, k) * scale_of_scores(cfg)
+    score *= growth(model.rope, x.shape[1])[:, None]
     chance = _chances(score, seen, w["sinks"] if model.attention_sinks else None)
     heads = jnp.einsum("BHTS,BSHC->BTHC", chance, v)
     if model.attention_gate:
@@ -89,7 +98,52 @@ def _grouped(w, x, seen, cfg: Config):
     return y + w["b_o"] if model.attention_output_bias else y
 
 
+def _sparse(w, x, seen, cfg: Config):
+    return _latent(w, x, seen & chosen(index_scores(w, x, cfg), seen, cfg)[:, None], cfg)
+
+
+def chosen(score, seen, cfg: Config):
+    """Whether each key is one of those that a query chooses: of the highest scores, [B, T, S]."""
+    score = jnp.where(seen[:, 0], score, -jnp.inf)
+    rank = jnp.argsort(jnp.argsort(-score, axis=-1, stable=True), axis=-1)
+    return rank < cfg.model.indexer.keys
+
+
+def index_scores(w, x, cfg: Config):
+    """Scores of the indexer for all pairs, [B, T, S]; without a gradient to x or attention."""
+    model, own = cfg.model, w["indexer"]
+    x, down, scale = jax.lax.stop_gradient((x, w["w_dq"], w["q_norm"]["scale"]))
+    q = jnp.einsum("BTZ,ZIJ->BTIJ", norm(x @ down, scale, 1e-6), own["w_q"])
+    k = x @ own["w_k"]
+    k = (k - k.mean(-1, keepdims=True)) / jnp.sqrt(k.var(-1, keepdims=True) + 1e-6)
+    k = k * own["k_scale"] + own["k_bias"]
+    R = model.rope_width
+    q = jnp.concatenate([turned(q[..., :R], model), q[..., R:]], axis=-1)
+    k = jnp.concatenate([turned(k[:, :, None, :R], model)[:, :, 0], k[..., R:]], axis=-1)
+    each = jnp.maximum(jnp.einsum("BTIJ,BSJ->BTIS", q, k), 0) / model.indexer.width**0.5
+    weight = x @ own["w_weights"] / model.indexer.heads**0.5
+    return jnp.einsum("BTIS,BTI->BTS", each, weight)
+
+
+def divergence(w, x, seen, cfg: Config):
+    """Of the indexer from attention over the keys chosen, in nats of each position [B, T]."""
+    score = index_scores(w, x, cfg)
+    seen = seen & chosen(score, seen, cfg)[:, None]
+    chance = jax.lax.stop_gradient(latent_chances(w, x, seen, cfg)[0]).mean(1)
+    own = jax.nn.softmax(jnp.where(seen[:, 0], score, -1e30), axis=-1)
+    terms = jnp.log(jnp.where(chance > 0, chance, 1)) - jnp.log(jnp.where(seen[:, 0], own, 1))
+    return (chance * terms).sum(-1)
+
+
 def _latent(w, x, seen, cfg: Config):
+    chance, latent = latent_chances(w, x, seen, cfg)
+    mean = jnp.einsum("BHTS,BSZ->BTHZ", chance, latent)
+    up_values = w["w_ukv"][..., cfg.model.head_width - cfg.model.rope_width :]
+    return jnp.einsum("BTHZ,ZHC,HCD->BTD", mean, up_values, w["w_o"])
+
+
+def latent_chances(w, x, seen, cfg: Config):
+    """The weights of all pairs [B, H, T, S], and the latents of keys and values."""
     model = cfg.model
     R, epsilon = model.rope_width, 1e-6
     plain = model.head_width - R
@@ -101,13 +155,11 @@ def _latent(w, x, seen, cfg: Config):
     down = x @ w["w_dkv"]
     latent = norm(down[..., : model.kv_latent], w["kv_norm"]["scale"], epsilon)
     shared = turned(down[:, :, None, model.kv_latent :], model)[:, :, 0]
-    up_keys, up_values = w["w_ukv"][..., :plain], w["w_ukv"][..., plain:]
-    absorbed = jnp.einsum("BTHC,ZHC->BTHZ", q[..., :plain], up_keys)
+    absorbed = jnp.einsum("BTHC,ZHC->BTHZ", q[..., :plain], w["w_ukv"][..., :plain])
     score = jnp.einsum("BTHZ,BSZ->BHTS", absorbed, latent)
     score += jnp.einsum("BTHR,BSR->BHTS", turned(q[..., plain:], model), shared)
-    chance = _chances(score * scale_of_scores(cfg), seen, None)
-    mean = jnp.einsum("BHTS,BSZ->BTHZ", chance, latent)
-    return jnp.einsum("BTHZ,ZHC,HCD->BTD", mean, up_values, w["w_o"])
+    score *= growth(model.rope, x.shape[1])[:, None]
+    return _chances(score * scale_of_scores(cfg), seen, None), latent
 
 
 def _chances(score, seen, sinks):
@@ -124,6 +176,12 @@ def scale_of_scores(cfg: Config) -> float:
     if rope.mscale_all_dim is None:
         return scale
     return scale * magnitude(rope.mscale_all_dim, rope.factor) ** 2
+
+
+def growth(rope: RopeConfig, length: int) -> np.ndarray:
+    """The factor of a query's scores by its position."""
+    passed = [position // rope.trained_length for position in range(length)]
+    return np.array([1 + rope.query_growth * math.log(1 + times) for times in passed])
 
 
 def magnitude(scale: float, factor: float) -> float:

@@ -37,6 +37,11 @@ def to_host(x: jax.Array) -> jax.Array:
     return x if is_on_host(x) else jax.device_put(x, jax.memory.Space.Host)
 
 
+def to_memory_of(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns y in the memory of x."""
+    return to_host(y) if is_on_host(x) else to_device(y)
+
+
 def fetch_after(x: jax.Array, tree: Any) -> tuple[jax.Array, Any]:
     """Returns both. What of the tree is on the host comes to the device after `x` is there.
 
@@ -58,6 +63,11 @@ def pieces(rows: int, size: int) -> int:
     """
     least = min(-(-size // PIECE), rows)
     return next(n for n in range(least, rows + 1) if rows % n == 0)
+
+
+def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Returns an array in the host's memory that holds anything until it is written."""
+    return to_host(jax.lax.empty(shape, dtype))
 
 
 def zeros_by_layer(shape: Sequence[int], dtype: Any) -> jax.Array:

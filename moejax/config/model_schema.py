@@ -1,5 +1,6 @@
 """The settings of the model: blocks, rotary positions, router, experts."""
 
+import math
 from dataclasses import dataclass
 
 from moejax.config.declare import section, setting
@@ -44,6 +45,11 @@ class RopeConfig:
     mscale_all_dim: float | None = setting(
         None, "yarn: scores times m(mscale_all_dim)^2; goes with mscale", at_least=0
     )
+    query_growth: float = setting(
+        0.0,
+        "queries times 1 + this x ln(1 + floor(position / trained_length)) (Mistral 4); 0 is off",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,9 @@ class LinearConfig:
     form: str = setting(
         "none",
         "gated_delta: gated delta net (Qwen3-Next), kimi_delta: with fading of each channel (Kimi "
-        "Linear), in blocks without softmax attention, which are all but each "
-        "model.full_attention_every-th; none: no block has it",
-        choices=("none", "gated_delta", "kimi_delta"),
+        "Linear), mamba2: Mamba-2 (Nemotron-H), in blocks without softmax attention, which are all "
+        "but each model.full_attention_every-th; none: no block has it",
+        choices=("none", "gated_delta", "kimi_delta", "mamba2"),
     )
     key_heads: int = setting(2, "heads of queries and keys", at_least=1)
     value_heads: int = setting(4, "heads of values, with a state each; a multiple", at_least=1)
@@ -63,6 +69,21 @@ class LinearConfig:
     value_width: int = setting(32, "channels of a head of values", at_least=1)
     convolution: int = setting(
         4, "positions that the convolution of queries, keys and values sees", at_least=1
+    )
+    convolution_bias: bool = setting(False, "mamba2: biases of the convolution")
+    least_step: float = setting(0.0, "mamba2: least time step of a position", at_least=0)
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """The indexer of sparse attention, which chooses the keys that a query attends to."""
+
+    heads: int = setting(4, "I: heads of the indexer", at_least=1)
+    width: int = setting(
+        32, "J: channels of one of its heads; the first model.rope_width rotate", at_least=2
+    )
+    keys: int = setting(
+        2048, "keys that a query attends to, those of the highest scores", at_least=1
     )
 
 
@@ -82,6 +103,7 @@ class FullAttentionConfig:
     theta: float | None = setting(
         None, "base of the rotary frequencies (Gemma 4); none: model.rope.theta", above=0
     )
+    sinks: bool = setting(True, "have sinks too, if model.attention_sinks (MiMo-V2: false)")
     turned_channels: int | None = setting(
         None,
         "channels that rotate: the fastest pairs (c, c + half a head), with the frequencies of a "
@@ -100,16 +122,18 @@ class ModelConfig:
     num_layers: int = setting(4, "number of blocks", at_least=1, at_most=10_000)
     attention: str = setting(
         "grouped",
-        "grouped: heads share keys and values; latent: both come from a narrow latent (DeepSeek)",
-        choices=("grouped", "latent"),
+        "grouped: heads share keys and values; latent: both come from a narrow latent (DeepSeek); "
+        "sparse: latent attention to keys that an indexer chooses (DeepSeek-V3.2)",
+        choices=("grouped", "latent", "sparse"),
     )
     num_heads: int = setting(4, "H: query heads", at_least=1)
     num_kv_heads: int = setting(2, "G: key and value heads; H must be a multiple", at_least=1)
     head_width: int = setting(32, "C: channels of one head", at_least=2)
     positions: str = setting(
         "rotary",
-        "rotary: queries and keys rotate; none: they do not (Kimi Linear)",
-        choices=("rotary", "none"),
+        "rotary: queries and keys rotate; window: in blocks with a window alone (AFMoE); none: not "
+        "at all (Kimi Linear, Nemotron-H)",
+        choices=("rotary", "window", "none"),
     )
     rope_width: int | None = setting(
         None,
@@ -124,7 +148,7 @@ class ModelConfig:
         None, "Z: width of the latent of keys and values (latent attention)", at_least=1
     )
     value_width: int | None = setting(
-        None, "channels of a value's head (latent attention); none: head_width", at_least=1
+        None, "channels of a value's head; none: head_width", at_least=1
     )
     mlp_hidden: int = setting(384, "F: hidden width of a dense MLP", at_least=1)
     first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
@@ -145,14 +169,15 @@ class ModelConfig:
     )
     layer_mlps: tuple[str, ...] = setting(
         (),
-        "MLP of each layer, as a list, if first_dense_layers and moe_every cannot express it",
-        choices=("dense", "experts"),
+        "MLP of each layer, as a list, if first_dense_layers and moe_every cannot express it; "
+        "none: the layer is attention alone (Nemotron-H)",
+        choices=("dense", "experts", "none"),
     )
     activation: str = setting(
         "swiglu",
         "activation of MLPs and experts; clamped_swiglu clamps gate and up (gpt-oss); geglu: GELU, "
-        "by tanh, of the gate times up (Gemma)",
-        choices=("swiglu", "clamped_swiglu", "geglu"),
+        "by tanh, of the gate times up (Gemma); relu2: square of ReLU, without a gate (Nemotron)",
+        choices=("swiglu", "clamped_swiglu", "geglu", "relu2"),
     )
     activation_limit: float = setting(
         7.0, "clamped_swiglu: largest gate, and largest size of up", above=0
@@ -183,6 +208,7 @@ class ModelConfig:
         "positions (Hunyuan)",
         choices=("none", "head", "full", "rotated"),
     )
+    value_scale: float = setting(1.0, "factor on values (MiMo-V2)", above=0)
     value_norm: bool = setting(False, "RMSNorm without a scale on values of each head (Gemma 4)")
     embedding_scale: float = setting(1.0, "factor on embeddings of tokens (Granite)", above=0)
     residual_scale: float = setting(
@@ -215,8 +241,9 @@ class ModelConfig:
     )
     layer_attention: tuple[str, ...] = setting(
         (),
-        "attention of each layer, as a list, if full_attention_every cannot express it",
-        choices=("window", "full", "linear"),
+        "attention of each layer, as a list, if full_attention_every cannot express it; none: the "
+        "layer is an MLP or experts alone (Nemotron-H)",
+        choices=("window", "full", "linear", "none"),
     )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
     init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -241,6 +268,7 @@ class ModelConfig:
     )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
     linear: LinearConfig = section(LinearConfig, "linear attention")
+    indexer: IndexerConfig = section(IndexerConfig, "the indexer of sparse attention")
     full_attention: FullAttentionConfig = section(
         FullAttentionConfig, "heads of blocks without a window, where others have one"
     )
@@ -253,7 +281,12 @@ class ModelConfig:
     @property
     def is_latent(self) -> bool:
         """True if keys and values come from a latent."""
-        return self.attention == "latent"
+        return self.attention in ("latent", "sparse")
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if an indexer chooses the keys that a query attends to."""
+        return self.attention == "sparse"
 
     @property
     def value_channels(self) -> int:
@@ -262,8 +295,8 @@ class ModelConfig:
 
     @property
     def rotates(self) -> bool:
-        """True if queries and keys rotate."""
-        return self.positions == "rotary"
+        """True if queries and keys of some block rotate."""
+        return self.positions != "none"
 
     @property
     def rotated_channels(self) -> int:
@@ -276,13 +309,29 @@ class ModelConfig:
         return self.activation_limit if self.activation == "clamped_swiglu" else None
 
     @property
+    def hidden_inputs(self) -> int:
+        """U: matrices into the hidden layer of an MLP: gate and up, or one without a gate."""
+        return 1 if self.activation == "relu2" else 2
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that add to the residual stream: attention and MLP of a whole block."""
+        missing = self.layer_attention.count("none") + self.layer_mlps.count("none")
+        return 2 * self.num_layers - missing
+
+    @property
+    def out_deviation(self) -> float:
+        """Standard deviation of initial weights whose products are added to the residual stream."""
+        return self.init_deviation / math.sqrt(self.parts)
+
+    @property
     def has_experts(self) -> bool:
         """True if any block has experts."""
-        return bool(self.layer_mlps) or self.moe_every is not None
+        return "experts" in self.layer_mlps if self.layer_mlps else self.moe_every is not None
 
     @property
     def mlps(self) -> tuple[str, ...]:
-        """Returns "dense" or "experts" for each block."""
+        """Returns "dense", "experts" or "none" for each block."""
         if self.layer_mlps:
             return self.layer_mlps
         every, first = self.moe_every, 1 - self.first_dense_layers
@@ -384,6 +433,12 @@ class MoEConfig:
     )
     expert_scale: bool = setting(
         False, "a learned factor of each expert on its routing weights (Gemma 4)"
+    )
+    latent: int | None = setting(
+        None,
+        "width at which experts take and return rows, between projections of all tokens (Nemotron "
+        "3 Super); none: model.width",
+        at_least=1,
     )
     router_bias: bool = setting(False, "a learned bias of the router's logits (gpt-oss)")
     expert_bias: bool = setting(False, "biases of the experts' two products (gpt-oss)")

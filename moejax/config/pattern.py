@@ -13,9 +13,9 @@ LONGEST = 64  # blocks of a pattern that is searched for in a table of layers
 class BlockKind(NamedTuple):
     """The kind of a block: blocks of one kind have parameters of the same shapes."""
 
-    mlp: str  # "dense" or "moe"
+    mlp: str  # "dense", "moe" or "none"
     window: int | None = None  # positions that a query sees back; None: all
-    mixer: str = "grouped"  # a name of `MIXERS` in `model.block`
+    mixer: str = "grouped"  # a name of `MIXERS` in `model.block`, or "none"
 
 
 Group = tuple[tuple[BlockKind, ...], int]  # a pattern, and how often it repeats
@@ -27,9 +27,10 @@ def block_kinds(cfg: ModelConfig) -> list[BlockKind]:
         "full": (None, cfg.attention),
         "window": (cfg.sliding_window, cfg.attention),
         "linear": (None, cfg.linear.form),
+        "none": (None, "none"),
     }
     return [
-        BlockKind("moe" if mlp == "experts" else "dense", *mixers[sees])
+        BlockKind("moe" if mlp == "experts" else mlp, *mixers[sees])
         for mlp, sees in zip(cfg.mlps, layer_attention(cfg), strict=True)
     ]
 
@@ -44,6 +45,8 @@ def settings_of(cfg: ModelConfig, window: int | None) -> ModelConfig:
       window: of the block.
     """
     own, none = cfg.full_attention, FullAttentionConfig()
+    if cfg.positions == "window":
+        cfg = replace(cfg, positions="none" if window is None else "rotary")
     if own == none:
         return cfg
     if window is not None:
@@ -53,12 +56,15 @@ def settings_of(cfg: ModelConfig, window: int | None) -> ModelConfig:
         head_width=own.head_width or cfg.head_width,
         num_kv_heads=own.num_kv_heads or cfg.num_kv_heads,
         rope=replace(cfg.rope, theta=own.theta or cfg.rope.theta),
-        full_attention=replace(own, head_width=None, num_kv_heads=None, theta=None),
+        attention_sinks=cfg.attention_sinks and own.sinks,
+        full_attention=FullAttentionConfig(
+            keys_are_values=own.keys_are_values, turned_channels=own.turned_channels
+        ),
     )
 
 
 def layer_attention(cfg: ModelConfig) -> tuple[str, ...]:
-    """Returns "window", "full" or "linear" for each block."""
+    """Returns "window", "full", "linear" or "none" for each block."""
     if cfg.layer_attention:
         return cfg.layer_attention
     every, usual = cfg.full_attention_every, "linear" if cfg.is_linear else "window"
@@ -78,8 +84,11 @@ def shortest(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def shortest_mlps(mlps: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the shortest settings of blocks that are "dense" or "experts"."""
+    """Returns the shortest settings of blocks that are "dense", "experts" or "none"."""
     layers, places = len(mlps), [index for index, mlp in enumerate(mlps) if mlp == "experts"]
+    if "none" in mlps:
+        every = 1 if places else None
+        return {"first_dense_layers": 0, "moe_every": every, "layer_mlps": mlps}
     if not places:
         return {"first_dense_layers": 0, "moe_every": None, "layer_mlps": ()}
     first = places[0]
@@ -93,12 +102,14 @@ def shortest_mlps(mlps: tuple[str, ...]) -> dict[str, Any]:
 
 
 def shortest_attention(sees: tuple[str, ...], window: int | None) -> dict[str, Any]:
-    """Returns the shortest settings of blocks with "window", "full" or "linear" attention."""
+    """Returns the shortest settings of blocks with "window", "full", "linear" attention or none."""
     if window is None:
         sees = tuple("full" if seen == "window" else seen for seen in sees)
     elif "window" not in sees:
         window = None
     settings = {"sliding_window": window, "full_attention_every": None, "layer_attention": ()}
+    if "none" in sees:
+        return settings | {"layer_attention": sees}
     usual = "linear" if "linear" in sees else "window"
     places = [index for index, seen in enumerate(sees) if seen != usual]
     if not places or usual not in sees:

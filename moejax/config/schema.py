@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moejax.config.declare import section, setting
 from moejax.config.model_schema import FullAttentionConfig as FullAttentionConfig
+from moejax.config.model_schema import IndexerConfig as IndexerConfig
 from moejax.config.model_schema import LinearConfig as LinearConfig
 from moejax.config.model_schema import ModelConfig, MoEConfig
 from moejax.config.model_schema import RopeConfig as RopeConfig
@@ -266,6 +267,12 @@ class TrainConfig:
     )
     predict_ahead_loss: float = setting(
         0.3, "coefficient of the loss of model.predict_ahead, nats per target", above=0
+    )
+    indexer_loss: float = setting(
+        0.0,
+        "coefficient of the loss that trains the indexers of sparse attention: their divergence "
+        "from attention, in nats per position, summed over layers; 0: they stay as they are",
+        at_least=0,
     )
     seed: int = setting(0, "decides weights, data order and routing noise", at_least=0)
     log_every: int = setting(10, "steps between logged lines", at_least=1)

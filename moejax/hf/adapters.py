@@ -4,7 +4,9 @@ A parameter's tensor in a model's files is a matrix, whose module has two tensor
 file: `lora_A` [A, inputs] and `lora_B` [outputs, A]. The experts of a layer are one tensor, as in
 transformers 5, and have theirs joined: `lora_A` [E * A, inputs] with experts outermost, `lora_B`
 [outputs, A * E] with experts innermost. Of two such tensors in one module peft wraps the second
-around the first, and names the first `base_layer`. Sources: peft 0.21, `tuners/lora/layer.py`
+around the first, and names the first `base_layer`. Where parameters share the rows of a tensor,
+their adapters are one, of the sum of their ranks: `lora_A` has all their `a` one below the other,
+and `lora_B` each `b` in its parameter's rows. Sources: peft 0.21, `tuners/lora/layer.py`
 (`ParamWrapper`) and `utils/transformers_weight_conversion.py`.
 
 Letters as in `moejax/layout/layout.py`.
@@ -12,7 +14,7 @@ Letters as in `moejax/layout/layout.py`.
 
 import dataclasses
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,24 +25,30 @@ from safetensors.numpy import save
 from moejax.comm.weights.adapters import Adapter, adapter_dims
 from moejax.config.schema import LoraConfig
 from moejax.errors import InputError, write_whole, writing
-from moejax.hf.rules import ReadPart, Tensor
+from moejax.hf.rules import ReadPart, Rows, Tensor
 from moejax.hf.views import View
 from moejax.layout.layout import RANK
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's, in front of a module's name
 WEIGHT = ".weight"  # the parameter of a module that is a matrix
-FUSED = ("gate_up_proj", "down_proj")  # experts' parameters, in the order of transformers' modules
+# Experts' parameters, in the order of transformers' modules.
+FUSED = ("gate_up_proj", "up_proj", "down_proj")
 # Names in files of models whose modules transformers 5 has renamed.
-RENAMED = (".block_sparse_moe.", ".mlp.")
+RENAMED = ((".block_sparse_moe.", ".mlp."), ("backbone.", "model."))
 # Modules of older transformers, for which peft 0.21 takes targets of these names: those of other
 # modules are named as parameters, which it leaves as they are.
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
+# Mamba-2's last matrix: peft 0.21 refuses it, because kernels read the weight past an adapter.
+WITHOUT = "mixer.out_proj"
 
 
 def parameter_of(tensor: Tensor) -> str:
     """Returns the name in transformers of a tensor's parameter."""
-    return tensor.name.replace(*RENAMED)
+    name = tensor.name
+    for before, after in RENAMED:
+        name = name.replace(before, after)
+    return name
 
 
 def module_of(tensor: Tensor) -> str:
@@ -84,8 +92,10 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Returns peft's config of an adapter on these tensors."""
     assert lora.rank is not None
-    modules, parameters = [], []
+    modules, parameters, joined = [], [], Counter()
     for tensor in tensors:
+        if tensor.rows is not None:
+            joined[module_of(tensor)] += 1
         if is_fused(tensor.view) or module_of(tensor).rpartition(".")[2] in REMAPPED:
             parameters.append(parameter_of(tensor))
         else:
@@ -96,7 +106,11 @@ def adapter_config(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank,
-        "target_modules": sorted(modules),
+        "rank_pattern": {module: count * lora.rank for module, count in joined.items()},
+        "alpha_pattern": {
+            module: lora.scale * count * lora.rank for module, count in joined.items()
+        },
+        "target_modules": sorted(set(modules)),
         "target_parameters": sorted(parameters) or None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -110,16 +124,16 @@ def adapter_config(
 
 def _check(tensor: Tensor) -> None:
     """Refuses tensors whose adapters peft keeps in another form."""
-    if module_of(tensor).endswith("embed_tokens"):
+    if module_of(tensor).endswith(("embed_tokens", "embeddings")):
         raise InputError(
             f"the adapter of {tensor.name} has no place in peft's form here. Embeddings are looked "
             "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
             "weights."
         )
-    if tensor.rows is not None:
+    if module_of(tensor).endswith(WITHOUT):
         raise InputError(
-            f"the adapter of {tensor.path} has no place in peft's form: other parameters have rows "
-            f"of {tensor.name} too. Train without it in lora.targets, or export the merged weights."
+            f"the adapter of {tensor.name} has no place in peft, which refuses this matrix of "
+            "Mamba-2. Train without it in lora.targets, or export the merged weights."
         )
     if not (is_fused(tensor.view) or tensor.name.endswith(WEIGHT)):
         raise InputError(
@@ -131,6 +145,7 @@ def _check(tensor: Tensor) -> None:
 def _arrays(tensors: Sequence[Tensor], read: ReadPart) -> Iterable[tuple[str, np.ndarray]]:
     """Yields the names and arrays of an adapter's file."""
     inside: dict[str, list[str]] = defaultdict(list)  # parameters that peft wraps, first innermost
+    joined: dict[str, list[tuple[Rows, np.ndarray, np.ndarray]]] = defaultdict(list)
     for tensor in tensors:
         if is_fused(tensor.view):
             inside[module_of(tensor)].append(parameter_of(tensor).rpartition(".")[2])
@@ -143,8 +158,26 @@ def _arrays(tensors: Sequence[Tensor], read: ReadPart) -> Iterable[tuple[str, np
         layer = () if tensor.repeat is None else (tensor.repeat,)
         factors = Adapter(*(read(f"{tensor.path}.{factor}", layer) for factor in "ab"))
         a, b = factor_tensors(tensor.view, factors)
+        if tensor.rows is not None:
+            joined[place].append((tensor.rows, a, b))
+            continue
         yield f"{place}.lora_A.weight", a
         yield f"{place}.lora_B.weight", b
+    for place, parts in joined.items():
+        yield f"{place}.lora_A.weight", np.concatenate([a for _, a, _ in parts])
+        yield f"{place}.lora_B.weight", _in_rows([(rows, b) for rows, _, b in parts])
+
+
+def _in_rows(parts: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
+    """Returns the columns of all parts side by side, each in its own rows of their tensor."""
+    ranks = [b.shape[1] for _, b in parts]
+    first = parts[0][0]
+    out = np.zeros((first.parts * first.of_part, sum(ranks)), np.float32)
+    ends = np.cumsum(ranks)
+    for (rows, b), end, rank in zip(parts, ends, ranks, strict=True):
+        part, place = np.divmod(np.arange(len(b)), rows.count)
+        out[part * rows.of_part + rows.first + place, end - rank : end] = b
+    return out
 
 
 def factor_tensors(view: View, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:

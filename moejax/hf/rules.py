@@ -37,11 +37,13 @@ class Rule:
 
     Attributes:
       ours: path of a parameter below its block, or from the model's root.
-      theirs: name of the tensor below its layer, or whole; {E} stands for an expert's number.
-        Parameters of `predict_ahead` outside its block are below its layer too.
+      theirs: name of the tensor below its layer, or whole; {E} stands for an expert's number, and
+        {L} for the layer's, in a name that is whole. Parameters of `predict_ahead` outside its
+        block are below its layer too.
       dims: letters that each of its dimensions joins, with spaces between; "1" for one element.
       at: the position of a letter that the tensor lacks.
       paired: letter whose rotary channels are pairs in the tensor, and halves here.
+      leading: whether these are the letter's first channels; else they are its last.
       block: "dense", "moe" or the name of a mixer for the blocks it is about; "": all.
       wide: whether export keeps it in float32.
       joins: parameters of the block whose rows the tensor has, in their order; (): its own alone.
@@ -53,6 +55,7 @@ class Rule:
     dims: str = FLAT
     at: tuple[tuple[str, int], ...] = ()
     paired: str = ""
+    leading: bool = False
     block: str = ""
     wide: bool = False
     joins: tuple[str, ...] = ()
@@ -240,14 +243,17 @@ def _expand(
     sizes = parameter.shape[len(parameter.shape) - len(parameter.dims) :]
     groups = (parameter.dims,) if rule.dims == FLAT else tuple(rule.dims.split())
     groups = tuple("" if group == "1" else group for group in groups)
-    paired = (rule.paired, rotated) if rule.paired else None
+    size = dict(zip(parameter.dims, sizes, strict=True)).get(rule.paired, 0)
+    first = 0 if rule.leading else size - rotated
+    paired = (rule.paired, first, rotated) if rule.paired else None
     apart = (("E", 0),) if "{E}" in rule.theirs else ()
     view = View(parameter.dims, sizes, groups, apart + rule.at, paired)
     for index, number in enumerate(place.layers or (None,)):
-        prefix = "" if number is None else LAYER.format(number)
+        own_layer = number is not None and "{L}" not in rule.theirs
+        prefix = LAYER.format(number) if own_layer else ""
         repeat = index if place.stacked else None
         for expert in range(view.size["E"]) if apart else (0,):
-            name = prefix + rule.theirs.replace("{E}", str(expert))
+            name = prefix + rule.theirs.replace("{L}", str(number)).replace("{E}", str(expert))
             own = replace(view, at=(("E", expert), *rule.at)) if apart else view
             yield Tensor(name, parameter.path, repeat, own, rule.wide, rows)
 

@@ -14,7 +14,6 @@ from moejax.hf.families.family import ANYWHERE, STORAGE, Family
 from moejax.hf.files import SMALL_BYTES, read_json
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
-ALONE = "model."  # prefix of names in a text model by itself
 
 T = TypeVar("T")
 
@@ -73,12 +72,14 @@ def by_own_names(weights: Mapping[str, T], config: Mapping[str, Any]) -> dict[st
     around = [family.around for family in FAMILIES if family.around and family.matches(config)]
     if not around:
         return dict(weights)
-    prefix, named = around[0].prefix, {}
+    prefixes, named = around[0].prefixes, {}
     for name, weight in weights.items():
-        own = ALONE + name.removeprefix(prefix) if name.startswith(prefix) else name
+        found = [(theirs, ours) for theirs, ours in prefixes if name.startswith(theirs)]
+        own = found[0][1] + name.removeprefix(found[0][0]) if found else name
         if own in named:
+            under = " or ".join(f"`{theirs}`" for theirs, _ in prefixes)
             raise InputError(
-                f"tensor {short(own)} is there twice, once under `{prefix}`. "
+                f"tensor {short(own)} is there twice, once under {under}. "
                 "Only one can be meant. Copy the folder again."
             )
         named[own] = weight

@@ -34,15 +34,16 @@ class View:
       sizes: elements along each letter.
       groups: letters that each dimension of the tensor joins; "" for a dimension of one element.
       at: positions of the letters that the tensor lacks.
-      paired: a letter and a number R, for rotary channels in another order. The tensor holds the
-        letter's last R positions as neighbouring pairs, the parameter as two halves.
+      paired: a letter, a position and a number R, for rotary channels in another order. The tensor
+        holds R positions of the letter, from that one on, as neighbouring pairs, the parameter as
+        two halves.
     """
 
     dims: str
     sizes: tuple[int, ...]
     groups: tuple[str, ...]
     at: tuple[tuple[str, int], ...] = ()
-    paired: tuple[str, int] | None = None
+    paired: tuple[str, int, int] | None = None
 
     def __post_init__(self) -> None:
         letters = "".join(self.groups) + "".join(letter for letter, _ in self.at)
@@ -107,10 +108,11 @@ class View:
     def tensor_positions(self) -> np.ndarray:
         """Returns the tensor's position for each position of the parameter, paired letter only."""
         assert self.paired is not None
-        letter, rotated = self.paired
+        letter, first, rotated = self.paired
         positions = np.arange(self.size[letter])
-        tail = positions[self.size[letter] - rotated :]
-        return np.concatenate([positions[: len(positions) - rotated], tail[0::2], tail[1::2]])
+        pairs = positions[first : first + rotated].reshape(-1, 2)
+        positions[first : first + rotated] = pairs.T.reshape(-1)
+        return positions
 
     def _at_positions(self, out: np.ndarray, box: Box) -> np.ndarray | None:
         """Returns the part of `out` at the tensor's positions; None if they are outside."""

@@ -1,4 +1,4 @@
-"""The gated delta rule, a linear attention, and the short convolution in front of it.
+"""The gated delta rule, a linear attention.
 
 Per device. A head's state S [C, V] maps keys to values. At each position it fades, then moves what
 it holds of the key towards the value, then answers the query:
@@ -12,10 +12,9 @@ Training takes the positions in chunks. Inside a chunk the corrections depend on
 triangular matrix, inverted by products of its blocks; from chunk to chunk the state goes on. No
 exponent is positive, so nothing overflows. Legend: N chunks of Q positions (J: the earlier of two);
 G key heads of C channels; R value heads to each, H = G * R in all, of V channels; A: keys, and
-queries, as they meet keys. The convolution sees X positions, a position's own and Y before it.
+queries, as they meet keys.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,23 +24,22 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
+from moejax.kernels.chunks import (
+    CHUNK,
+    Passes,
+    Sums,
+    by_key_head,
+    cut,
+    documents,
+    dot,
+    head_shares,
+    passes_of,
+    sums_of,
+    times,
+)
 from moejax.kernels.kept import INVERSES
 
-CHUNK = 64  # positions
 BASE = 16  # rows of the diagonal blocks that are inverted all at once
-# exp(FADED) is zero in float32: nothing fades further.
-FADED = -128.0
-# Sums of 2^13 multiples of it, none below FADED * CHUNK, are exact in float32.
-GRID = 2.0**-10
-
-
-class Passes(NamedTuple):
-    """Whether two positions of a chunk, or one and a state, are of one document."""
-
-    within_NBQJ: jax.Array  # false if J is later
-    before_NBQ: jax.Array  # the state before the chunk
-    after_NBQ: jax.Array  # the state after the chunk
-    kept_NB: jax.Array  # both states
 
 
 class Faded(NamedTuple):
@@ -66,21 +64,6 @@ class Faded(NamedTuple):
     kept_NBGRCV: jax.Array
     owed_NBGRQJ: jax.Array
     seen_NBGRQJ: jax.Array
-
-
-class Sums(NamedTuple):
-    """Sums of logarithms from a chunk's first position on, in two parts.
-
-    The coarse ones are exact and the fine ones small, so that a difference of two long sums is as
-    exact as a short sum.
-    """
-
-    coarse: jax.Array
-    fine: jax.Array
-
-    def share(self, of: Callable[[jax.Array], jax.Array], passes: Any = True) -> jax.Array:
-        """Returns exp of a difference of sums, or 0 where nothing passes."""
-        return jnp.exp(jnp.where(passes, of(self.coarse) + of(self.fine), -jnp.inf))
 
 
 def gated_delta(
@@ -139,58 +122,17 @@ def delta_step(
     return jnp.einsum("bhc,bhcv->bhv", q_BHC, state_BHCV), state_BHCV
 
 
-def convolve(
-    x_BTHC: Float[Array, "B T H C"],
-    w_HCX: Float[Array, "H C X"],
-    segment_BT: Int[Array, "B T"] | None = None,
-    tail_BYHC: Float[Array, "B Y H C"] | None = None,
-) -> Float[Array, "B T H C"]:
-    """Returns each position's sum of the X positions up to its own, weighted, in float32.
-
-    Args:
-      w_HCX: in float32; the last weight is the position's own.
-      segment_BT: document of each position; a sum stays inside it. None: all of one.
-      tail_BYHC: the Y positions before the first, of its document; None: zeros.
-    """
-    T, X = x_BTHC.shape[1], w_HCX.shape[-1]
-    if tail_BYHC is None:
-        before = ((0, 0), (X - 1, 0), (0, 0), (0, 0))
-        joined_BSHC = jnp.pad(x_BTHC, before)
-    else:
-        joined_BSHC = jnp.concatenate([tail_BYHC, x_BTHC], axis=1)
-    y_BTHC = jnp.zeros((), jnp.float32)
-    for back in range(X):
-        # In float32 before the product, because the weight's gradient is a sum over positions.
-        shifted_BTHC = joined_BSHC[:, X - 1 - back : X - 1 - back + T].astype(jnp.float32)
-        if segment_BT is not None and back:
-            own_BT = jnp.pad(segment_BT[:, back:] == segment_BT[:, :-back], ((0, 0), (back, 0)))
-            shifted_BTHC = jnp.where(own_BT[:, :T, None, None], shifted_BTHC, 0)
-        y_BTHC += shifted_BTHC * w_HCX[..., X - 1 - back]
-    return y_BTHC
-
-
-def next_tail(
-    x_BTHC: Float[Array, "B T H C"],
-    tail_BYHC: Float[Array, "B Y H C"],
-    count_B: Int[Array, " B"],
-) -> Float[Array, "B Y H C"]:
-    """Returns the last positions of a tail and the first `count` positions behind it."""
-    joined_BSHC = jnp.concatenate([tail_BYHC.astype(x_BTHC.dtype), x_BTHC], axis=1)
-    place_BY = count_B[:, None] + jnp.arange(tail_BYHC.shape[1])
-    return jnp.take_along_axis(joined_BSHC, place_BY[:, :, None, None], axis=1)
-
-
 def _by_chunks(
     q_BTGC, k_BTGC, v_BTHV, g, beta_BTH, segment_BT, state_BHCV, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns [N, B, H, Q, V] and the last state."""
     G, dtype = k_BTGC.shape[2], v_BTHV.dtype
-    cut = partial(_cut, length=length)
-    q_NBGQC, k_NBGQC, v_NBHQV = cut(q_BTGC), cut(k_BTGC), cut(v_BTHV)
-    g_cut, beta_NBHQ = (cut(x.astype(jnp.float32)) for x in (g, beta_BTH))
+    chunks = partial(cut, length=length)
+    q_NBGQC, k_NBGQC, v_NBHQV = chunks(q_BTGC), chunks(k_BTGC), chunks(v_BTHV)
+    g_cut, beta_NBHQ = (chunks(x.astype(jnp.float32)) for x in (g, beta_BTH))
     fade = _fade_heads if g.ndim == 3 else _fade_channels
-    faded = fade(q_NBGQC, k_NBGQC, g_cut, _passes(_documents(segment_BT, length)))
-    v_NBGRQV, beta_NBGRQ = _by_key_head(v_NBHQV, G), _by_key_head(beta_NBHQ, G)
+    faded = fade(q_NBGQC, k_NBGQC, g_cut, passes_of(documents(segment_BT, length)))
+    v_NBGRQV, beta_NBGRQ = by_key_head(v_NBHQV, G), by_key_head(beta_NBHQ, G)
     # What Q would read of what J wrote, times beta of Q, for J before Q.
     owed_NBGRQJ = faded.owed_NBGRQJ * beta_NBGRQ[..., None]
     inverse_NBGRQJ = checkpoint_name(_inverse(owed_NBGRQJ), INVERSES)
@@ -198,101 +140,40 @@ def _by_chunks(
 
     def chunk(state_BGRCV: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, Any]:
         keys, v_BGRQV, corrects_BGRQJ, before_BGRQ, after_BGRQ, kept_BGRCV = arrays
-        held_BGRQV = _dot("bgqc,bgrcv->bgrqv", keys[0], state_BGRCV.astype(dtype))
-        missing_BGRQV = v_BGRQV - _times(before_BGRQ, held_BGRQV)
-        u_BGRQV = _dot("bgrqj,bgrjv->bgrqv", corrects_BGRQJ, missing_BGRQV.astype(dtype))
-        written_BGRQV = _times(after_BGRQ, u_BGRQV).astype(dtype)
-        new_BGRCV = _dot("bgqc,bgrqv->bgrcv", keys[-1], written_BGRQV)
+        held_BGRQV = dot("bgqc,bgrcv->bgrqv", keys[0], state_BGRCV.astype(dtype))
+        missing_BGRQV = v_BGRQV - times(before_BGRQ, held_BGRQV)
+        u_BGRQV = dot("bgrqj,bgrjv->bgrqv", corrects_BGRQJ, missing_BGRQV.astype(dtype))
+        written_BGRQV = times(after_BGRQ, u_BGRQV).astype(dtype)
+        new_BGRCV = dot("bgqc,bgrqv->bgrcv", keys[-1], written_BGRQV)
         new_BGRCV += kept_BGRCV * state_BGRCV
         return new_BGRCV, (state_BGRCV.astype(dtype), u_BGRQV.astype(dtype))
 
     shares = faded.before_NBGRQ, faded.after_NBGRQ, faded.kept_NBGRCV
     scanned = faded.keys, v_NBGRQV, corrects_NBGRQJ.astype(dtype), *shares
-    first_BGRCV = _by_key_head(state_BHCV[None], G)[0]
+    first_BGRCV = by_key_head(state_BHCV[None], G)[0]
     last_BGRCV, (state_NBGRCV, u_NBGRQV) = lax.scan(chunk, first_BGRCV, scanned)
-    y_NBGRQV = _dot("nbgqc,nbgrcv->nbgrqv", faded.q_NBGQC, state_NBGRCV)
-    y_NBGRQV = _times(faded.before_NBGRQ, y_NBGRQV)
-    y_NBGRQV += _dot("nbgrqj,nbgrjv->nbgrqv", faded.seen_NBGRQJ.astype(dtype), u_NBGRQV)
+    y_NBGRQV = dot("nbgqc,nbgrcv->nbgrqv", faded.q_NBGQC, state_NBGRCV)
+    y_NBGRQV = times(faded.before_NBGRQ, y_NBGRQV)
+    y_NBGRQV += dot("nbgrqj,nbgrjv->nbgrqv", faded.seen_NBGRQJ.astype(dtype), u_NBGRQV)
     return y_NBGRQV.reshape(v_NBHQV.shape), last_BGRCV.reshape(state_BHCV.shape)
-
-
-def _by_key_head(x_NBH: jax.Array, heads: int) -> jax.Array:
-    """Splits value heads into those of each key head, [N, B, G, R, ...]."""
-    return x_NBH.reshape(*x_NBH.shape[:2], heads, -1, *x_NBH.shape[3:])
-
-
-def _times(share_Q: jax.Array | None, x_QV: jax.Array) -> jax.Array:
-    return x_QV if share_Q is None else share_Q[..., None] * x_QV
-
-
-def _dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.einsum(form, x, y, preferred_element_type=jnp.float32)
-
-
-def _cut(x_BTH: jax.Array, *, length: int) -> jax.Array:
-    """Cuts positions into chunks, [N, B, H, Q, ...]; zeros fill the last one up."""
-    B, T, H, *rest = x_BTH.shape
-    missing = -T % length
-    if missing:
-        x_BTH = jnp.pad(x_BTH, ((0, 0), (0, missing), *((0, 0),) * (1 + len(rest))))
-    return x_BTH.reshape(B, -1, length, H, *rest).swapaxes(0, 1).swapaxes(2, 3)
-
-
-def _documents(segment_BT: jax.Array, length: int) -> jax.Array:
-    """Numbers the documents of each sequence from 0 in their order, [N, B, Q]."""
-    begins_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
-    number_BT = jnp.cumsum(jnp.pad(begins_BT, ((0, 0), (1, 0))), axis=1)
-    number_BT = jnp.pad(number_BT, ((0, 0), (0, -number_BT.shape[1] % length)), mode="edge")
-    return number_BT.reshape(number_BT.shape[0], -1, length).swapaxes(0, 1)
-
-
-def _passes(number_NBQ: jax.Array) -> Passes:
-    """Args: number_NBQ: the number of each position's document."""
-    end_NB1 = number_NBQ[..., -1:]
-    # The state before the first chunk is of the first document.
-    before_NB1 = jnp.pad(end_NB1[:-1], ((1, 0), (0, 0), (0, 0)))
-    place = jnp.arange(number_NBQ.shape[-1])
-    within_NBQJ = number_NBQ[..., :, None] == number_NBQ[..., None, :]
-    return Passes(
-        within_NBQJ & (place[:, None] >= place),
-        number_NBQ == before_NB1,
-        number_NBQ == end_NB1,
-        (end_NB1 == before_NB1)[..., 0],
-    )
-
-
-def _sums(g: jax.Array, axis: int) -> Sums:
-    g = jnp.maximum(g, FADED)
-    coarse = lax.stop_gradient(jnp.round(g / GRID) * GRID)
-    return Sums(*(jnp.cumsum(x, axis=axis) for x in (coarse, g - coarse)))
 
 
 def _fade_heads(q_NBGQC: jax.Array, k_NBGQC: jax.Array, g_NBHQ: jax.Array, passes: Passes) -> Faded:
     """Fades all channels of a head alike: shares of results are products with numbers."""
-    sums, G = _sums(g_NBHQ, -1), k_NBGQC.shape[2]
-    within, before, after, kept = (x[:, :, None] for x in passes)
-    within_NBHQJ = sums.share(lambda x: x[..., :, None] - x[..., None, :], within)
-    shares = (
-        sums.share(lambda x: x, before),
-        sums.share(lambda x: x[..., -1:] - x, after),
-        sums.share(lambda x: x[..., -1], kept)[..., None, None],
-        within_NBHQJ,
-    )
-    before_NBGRQ, after_NBGRQ, kept_NBGRCV, within_NBGRQJ = (_by_key_head(x, G) for x in shares)
+    before, after, kept, within = head_shares(g_NBHQ, passes, k_NBGQC.shape[2])
 
     def pairs(a_NBGQC: jax.Array) -> jax.Array:
-        products_NBGQJ = _dot("nbgqc,nbgjc->nbgqj", a_NBGQC, k_NBGQC)
-        return products_NBGQJ[:, :, :, None] * within_NBGRQJ
+        products_NBGQJ = dot("nbgqc,nbgjc->nbgqj", a_NBGQC, k_NBGQC)
+        return products_NBGQJ[:, :, :, None] * within
 
-    shares = before_NBGRQ, after_NBGRQ, kept_NBGRCV
-    return Faded(q_NBGQC, (k_NBGQC,), *shares, pairs(k_NBGQC), pairs(q_NBGQC))
+    return Faded(q_NBGQC, (k_NBGQC,), before, after, kept, pairs(k_NBGQC), pairs(q_NBGQC))
 
 
 def _fade_channels(
     q_NBGQC: jax.Array, k_NBGQC: jax.Array, g_NBGQC: jax.Array, passes: Passes
 ) -> Faded:
     """Fades each channel by itself: queries and keys are multiplied by shares."""
-    sums, dtype = _sums(g_NBGQC, -2), k_NBGQC.dtype
+    sums, dtype = sums_of(g_NBGQC, -2), k_NBGQC.dtype
     before, after, kept = (x[:, :, None, ..., None] for x in passes[1:])
     before_NBGQC = sums.share(lambda x: x, before)
     after_NBGQC = sums.share(lambda x: x[..., -1:, :] - x, after)
@@ -330,12 +211,12 @@ def _faded_products(a_QC: jax.Array, k_QC: jax.Array, sums: Sums) -> jax.Array:
     x_nQJ = own_nQ[..., None] * jnp.eye(base)
     while size < base:  # halves of all sizes are masks of one product
         row, column = place[:, None] // size, place // size
-        products_nQJ = _dot("a...qc,...jc->a...qj", *halves(size, base))
+        products_nQJ = dot("a...qc,...jc->a...qj", *halves(size, base))
         x_nQJ += jnp.where((row == column + 1) & (column % 2 == 0), products_nQJ, 0)
         size *= 2
     while size < length:
         a_nQC, k_nQC = halves(size, 2 * size)
-        below = _dot("a...qc,...jc->a...qj", a_nQC[..., size:, :], k_nQC[..., :size, :])
+        below = dot("a...qc,...jc->a...qj", a_nQC[..., size:, :], k_nQC[..., :size, :])
         x_nQJ = _join(x_nQJ[..., ::2, :, :], below, x_nQJ[..., 1::2, :, :])
         size *= 2
     return x_nQJ[..., 0, :, :]

@@ -110,7 +110,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
             hardware,
             cfg.moe.implementation,
             dtype=model.dtype,
-            width=model.width,
+            width=cfg.moe.latent or model.width,
             hidden=cfg.moe.expert_hidden // (tensor if hidden_is_cut else 1),
             plain=model.activation == "swiglu" and not cfg.moe.expert_bias,
         )
@@ -124,7 +124,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
             hardware,
             tokens,
             block=cfg.compression.block,
-            width=model.width,
+            width=cfg.moe.latent or model.width,
             dtype=model.dtype,
             choices=cfg.moe.experts_per_token,
         )

@@ -6,11 +6,12 @@ letters of the model:
     B sequences             H query heads         E experts
     T positions (queries)   G key/value heads     K experts chosen per token
     S positions (keys)      C channels a head     F hidden width of an MLP or expert
-    D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
+    D model width           V vocabulary          U gate and up (2), or 1; W both joined (U * F)
     N tokens                L layers              A rank of an adapter
     Z width of a latent     R channels of a head that rotate
     O model width of the outputs, where inputs have it too (D)
     X positions that a short convolution sees
+    I heads of an indexer, J channels of one
     Y one number of a block
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
@@ -154,6 +155,11 @@ def is_product(dims: str) -> bool:
     """
     own = dims[1:] if dims[0] == "E" else dims
     return len(own) > 1 and not {"D", "Z", RANK}.isdisjoint(own)
+
+
+def is_index(dims: str) -> bool:
+    """Returns whether a parameter is of an indexer, which may have no gradient."""
+    return not {"I", "J"}.isdisjoint(dims)
 
 
 def build_layout(mesh: MeshConfig, *, gathered: bool = False) -> Layout:

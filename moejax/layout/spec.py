@@ -26,6 +26,8 @@ class StepSpec:
     context_exchange: str = "gather"
     micro_bytes: int | None = None  # largest piece of a gradient in a collective; None: all of it
     adapter_scale: float = 1.0  # factor of the adapters' products (LoRA)
+    # Factor of the indexers' loss, a sum over positions; 0: they are not trained.
+    index_loss: float = 0.0
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention, for whole sequences
     sliced_attention: str = "blocked"  # and of kernels.sliced_attention, for parts of them

@@ -26,7 +26,10 @@ from moejax.layout.spec import StepSpec
 from moejax.model.layers import MLP, model_norm, normalised, scaled
 from moejax.model.mixers.attention import Attention
 from moejax.model.mixers.delta import GatedDeltaNet, KimiDelta
+from moejax.model.mixers.interface import NoMixer
 from moejax.model.mixers.latent import LatentAttention
+from moejax.model.mixers.mamba import Mamba2
+from moejax.model.mixers.sparse import SparseAttention
 from moejax.model.rope import Angles, angles_of
 from moejax.moe.layer import KnownLoad, MoE, MoEStats, RecordedExperts
 from moejax.moe.router import Noise
@@ -35,27 +38,34 @@ from moejax.moe.router import Noise
 MIXERS: dict[str, Any] = {
     "grouped": Attention,
     "latent": LatentAttention,
+    "sparse": SparseAttention,
     "gated_delta": GatedDeltaNet,
     "kimi_delta": KimiDelta,
+    "mamba2": Mamba2,
+    "none": NoMixer,
 }
 # Calls a block's attention; returns its output, and the arrays for a cache.
 Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP or experts, each with norms of its inputs, of its results, or both."""
+    """Attention, then an MLP or experts, each with norms of its inputs, of its results, or both.
+
+    One of them may be missing, with its norms.
+    """
 
     def __init__(
         self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
     ):
         self.barriers = spec.barriers
         self.norms, self.residual_scale = cfg.block_norm, cfg.residual_scale
-        self.attention_norm = model_norm(cfg)
-        own = settings_of(cfg, kind.window)
-        self.attention = MIXERS[kind.mixer](own, kind.window, spec, rngs)
-        self.mlp_norm = model_norm(cfg)
-        if cfg.block_norm == "both":
-            self.attention_out_norm, self.mlp_out_norm = model_norm(cfg), model_norm(cfg)
+        own, has_mixer = settings_of(cfg, kind.window), kind.mixer != "none"
+        self.attention = MIXERS[kind.mixer](own, kind.window, spec, rngs) if has_mixer else None
+        for of, there in (("attention", has_mixer), ("mlp", kind.mlp != "none")):
+            if there:
+                setattr(self, f"{of}_norm", model_norm(cfg))
+            if there and cfg.block_norm == "both":
+                setattr(self, f"{of}_out_norm", model_norm(cfg))
         self.own_norms = kind.mlp == "moe" and moe.own_norms
         if self.own_norms:
             self.experts_norm, self.experts_out_norm = model_norm(cfg), model_norm(cfg)
@@ -63,7 +73,7 @@ class Block(nnx.Module):
             self.router_scale = nnx.Param(jnp.ones((cfg.width,)), dims="D")
         self.layer_scale = nnx.Param(jnp.ones((1,)), dims="Y") if cfg.layer_scale else None
         self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
-        hidden = cfg.mlp_hidden if kind.mlp == "dense" else moe.shared_width
+        hidden = {"dense": cfg.mlp_hidden, "moe": moe.shared_width, "none": 0}[kind.mlp]
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         self.shared_gate = (
@@ -88,14 +98,14 @@ class Block(nnx.Module):
           The new residual stream, the statistics of the experts, and the arrays for a cache.
         """
         # Gathered here, the weights of the MLP and experts arrive while attention runs.
-        stats = None
+        stats, kept = None, ()
         fetched = [] if self.moe is None else self.moe.fetch()
         moe_weights = None if self.moe is None or fetched else self.moe.weights()
         mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
-            h_BtD = x_BtD if self.norms == "after" else self.attention_norm(x_BtD)
-            y_BtD, kept = attend(self.attention, h_BtD)
-            x_BtD = self._add(x_BtD, [y_BtD], "attention")
+            if self.attention is not None:
+                y_BtD, kept = attend(self.attention, self._input(x_BtD, "attention"))
+                x_BtD = self._add(x_BtD, [y_BtD], "attention")
             if self.moe is not None and fetched:
                 # Their first use waits for attention, which hides the copies.
                 x_BtD, fetched = jax.lax.optimization_barrier((x_BtD, fetched))
@@ -103,9 +113,11 @@ class Block(nnx.Module):
             elif self.barriers and moe_weights is not None:
                 # In backward too they arrive while attention's projections are computed again.
                 x_BtD, moe_weights = jax.lax.optimization_barrier((x_BtD, moe_weights))
-            else:
+            elif self.attention is not None:
                 x_BtD = checkpoint_name(x_BtD, ATTENDED)
-        h_BtD, added = x_BtD if self.norms == "after" else self.mlp_norm(x_BtD), []
+        if self.moe is None and self.mlp is None:
+            return self._scaled(x_BtD), stats, kept
+        h_BtD, added = self._input(x_BtD, "mlp"), []
         if self.moe is not None and moe_weights is not None:
             own_BtD, inputs = (x_BtD, self._inputs) if self.own_norms else (h_BtD, None)
             y_BtD, stats = self.moe(own_BtD, moe_weights, noise, is_token_BT, inputs)
@@ -131,6 +143,10 @@ class Block(nnx.Module):
         seen_BtD = normalised(x_BtD.astype(jnp.float32), self.experts_norm.epsilon)
         scale_D = replicated_weight(self.router_scale) / math.sqrt(x_BtD.shape[-1])
         return self.experts_norm(x_BtD), seen_BtD * scale_D
+
+    def _input(self, x_BtD: jax.Array, of: str) -> jax.Array:
+        """Returns the input of attention, or of experts and MLP."""
+        return x_BtD if self.norms == "after" else getattr(self, f"{of}_norm")(x_BtD)
 
     def _add(self, x_BtD: jax.Array, added: list[jax.Array], of: str) -> jax.Array:
         """Returns the residual stream with results of attention, or of experts and MLP."""

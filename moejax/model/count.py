@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moejax.config.pattern import block_kinds, settings_of
 from moejax.config.schema import Config
-from moejax.layout.layout import is_product
+from moejax.layout.layout import is_index, is_product
 from moejax.model.block import MIXERS
 
 
@@ -20,8 +20,9 @@ class Counts:
       flops_per_token: FLOPs of a train step (forward and backward) per token. A multiply-add counts
         as two. Attention counts the pairs of positions inside the causal mask and the window,
         across documents too; linear attention its states position by position. Recomputation is not
-        counted. Frozen weights count with two products of three, because they need no gradient, and
-        adapters as products of their own.
+        counted. Indexers of sparse attention count forward alone, because their choice has no
+        gradient. Frozen weights count with two products of three, because they need no gradient,
+        and adapters as products of their own.
       trained: number of trained parameters: all, or the adapters'.
     """
 
@@ -43,7 +44,7 @@ def count(
       sizes: parameter path -> (dimension letters, elements of all stacked layers).
       adapters: the same for the factors of adapters; the parameters of `sizes` are then frozen.
     """
-    total = active = matmul = 0
+    total = active = matmul = indexed = 0
     E, K = cfg.moe.num_experts, cfg.moe.experts_per_token
 
     def active_of(dims: str, elements: int) -> int:
@@ -57,6 +58,7 @@ def count(
         lookup = path.endswith("table") and not cfg.model.tie_embeddings
         if is_product(dims) and not lookup:
             matmul += used
+            indexed += used if is_index(dims) else 0
     model, T = cfg.model, cfg.data.sequence_length
     kinds = block_kinds(model)
     # The module for multi-token prediction has a block of the last kind, and multiplies by the
@@ -67,8 +69,9 @@ def count(
         MIXERS[kind.mixer].flops(settings_of(model, kind.window), T, kind.window) for kind in kinds
     )
     # Of each product forward there are two backward.
-    flops, trained = 3 * mixed // T + 6 * matmul, total
+    flops, trained = 3 * mixed // T + 6 * matmul - 4 * indexed, total
     if adapters:
         trained = sum(elements for _, elements in adapters.values())
-        flops += 6 * sum(active_of(*factor) for factor in adapters.values()) - 2 * matmul
+        flops += 6 * sum(active_of(*factor) for factor in adapters.values())
+        flops -= 2 * (matmul - indexed)
     return Counts(total, active, matmul, flops, trained)

@@ -1,6 +1,4 @@
-"""RMSNorm, the dense gated MLP, and the token embedding with its output projection."""
-
-import math
+"""RMSNorm, the dense MLP, and the token embedding with its output projection."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ from moejax.kernels.experts.activation import SWIGLU, Gate, activate
 from moejax.kernels.kept import GATE_AND_UP
 from moejax.layout.spec import StepSpec
 
-MLPWeights = tuple[Weight, Weight]  # [D, 2, F] and [F, D]
+MLPWeights = tuple[Weight, Weight]  # [D, U, F] and [F, D]
 
 
 class RMSNorm(nnx.Module):
@@ -58,15 +56,14 @@ def model_norm(
 
 
 class MLP(nnx.Module):
-    """Dense MLP with a gate, hidden width sharded over tensor."""
+    """Dense MLP, with a gate or without, hidden width sharded over tensor."""
 
     def __init__(self, cfg: ModelConfig, hidden: int, spec: StepSpec, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        out = jax.nn.initializers.normal(cfg.out_deviation)
         self.spec, self.gate = spec, Gate(cfg.activation, cfg.clamp)
-        self.w_in = nnx.Param(
-            normal(rngs.params(), (cfg.width, 2, hidden), jnp.float32), dims="DUF"
-        )
+        shape = (cfg.width, cfg.hidden_inputs, hidden)
+        self.w_in = nnx.Param(normal(rngs.params(), shape, jnp.float32), dims="DUF")
         self.w_out = nnx.Param(out(rngs.params(), (hidden, cfg.width), jnp.float32), dims="FD")
 
     def weights(self) -> MLPWeights:
@@ -78,8 +75,8 @@ class MLP(nnx.Module):
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
         w_in_DUF, w_out_FD = weights
         h_BTW = checkpoint_name(product(x_BTD, w_in_DUF), GATE_AND_UP)
-        F = h_BTW.shape[-1] // 2
         if self.gate == SWIGLU:
+            F = h_BTW.shape[-1] // 2
             a_BTF = jax.nn.silu(h_BTW[..., :F]) * h_BTW[..., F:]
         else:
             a_BTF = activate(h_BTW, self.gate)

@@ -14,14 +14,25 @@ Turns = tuple[jax.Array, jax.Array]  # cos and sin, from `angles_at`
 
 
 class Angles(NamedTuple):
-    """The angles of the same positions in blocks with a window, and in those without."""
+    """The angles of the same positions in blocks with a window, and in those without.
+
+    Attributes:
+      growth_T: factor on queries at each position, float32; None: one.
+    """
 
     with_window: Turns
     full: Turns
+    growth_T: jax.Array | None = None
 
     def of(self, window: int | None) -> Turns:
         """Returns those of blocks with that window; None: without one."""
         return self.full if window is None else self.with_window
+
+    def grown(self, q_BTHC: Float[Array, "B T H C"]) -> Float[Array, "B T H C"]:
+        """Returns queries times the factor of their positions, by a product in float32."""
+        if self.growth_T is None:
+            return q_BTHC
+        return (q_BTHC * self.growth_T[:, None, None]).astype(q_BTHC.dtype)
 
 
 def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
@@ -124,7 +135,18 @@ def angles_of(position_T: jax.Array, cfg: ModelConfig) -> Angles:
 
     full = in_blocks(None)
     differ = settings_of(cfg, None) != settings_of(cfg, 1)
-    return Angles(in_blocks(1) if differ else full, full)
+    return Angles(in_blocks(1) if differ else full, full, _growth(position_T, cfg.rope))
+
+
+def _growth(position_T: jax.Array, cfg: RopeConfig) -> jax.Array | None:
+    """Returns the factor on queries at each position; None: one.
+
+    Source: the Llama 4 model card (2025) for models whose texts are longer than trained ones.
+    """
+    if not cfg.query_growth:
+        return None
+    times_T = (position_T // cfg.trained_length).astype(jnp.float32)
+    return 1 + cfg.query_growth * jnp.log1p(times_T)
 
 
 def angles_at(

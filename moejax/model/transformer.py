@@ -184,8 +184,9 @@ class Transformer(nnx.Module):
 
     def keys(self, x_BtD: Float[Array, "B t D"], part: Slice) -> list[jax.Array]:
         """Returns the last result of `in_layer`; only its shapes and dtypes count."""
-        blocks, angles = self.groups[-1].blocks, part.angles(self.cfg)
-        return [array for block in blocks for array in block.attention.keys(x_BtD, angles)]
+        mixers: list[Any] = [block.attention for block in self.groups[-1].blocks]
+        angles = part.angles(self.cfg)
+        return [array for mixer in mixers for array in mixer.keys(x_BtD, angles)]
 
     def after_stages(self, y_BtD: Float[Array, "B t D"]) -> tuple[Float[Array, "B T D"], Weight]:
         """Returns the final hidden states, on all tensor ranks, and the output projection."""

@@ -26,12 +26,13 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 `comm.tokens.pipeline.dispatch_compute_combine` runs steps 5 to 7, in chunks that overlap. y_ND then
 returns to the layout between blocks, and the layer reports its load (`MoEStats`).
 
-Letters: B sequences, t positions on this device, N = B * t tokens, D width, E experts (e on this
-device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss, Q bins
-of quantile balancing.
+With `moe.latent` all tokens are projected to its width before step 3, and from it after step 7.
+
+Letters: B sequences, t positions on this device, N = B * t tokens, D width, Z width of a latent, E
+experts (e on this device), K choices a token, U gate and up (2), F hidden width, S spans of the
+balance loss, Q bins of quantile balancing.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ from moejax.comm.activations import (
     split_positions,
 )
 from moejax.comm.host import is_on_host, to_device
-from moejax.comm.weights.adapters import AdaptedWeight, Weight
+from moejax.comm.weights.adapters import AdaptedWeight, Weight, product
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.comm.weights.shard import as_shard
 from moejax.config.schema import ModelConfig, MoEConfig
@@ -115,6 +116,7 @@ class MoEWeights(NamedTuple):
     router_DE: Float[Array, "D E"]
     experts: ExpertWeights
     copies: Copies | None = None  # those that `experts` has, if they were chosen before
+    latent: tuple[Weight, Weight] | None = None  # projections [D, Z] and [Z, D]
 
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
@@ -133,16 +135,20 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
-        E, D, F = moe.num_experts, cfg.width, moe.expert_hidden
+        E, D, F, U = moe.num_experts, cfg.width, moe.expert_hidden, cfg.hidden_inputs
+        Z = moe.latent or D
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        out = jax.nn.initializers.normal(cfg.out_deviation)
         self.moe, self.spec, self.gate = moe, spec, Gate(cfg.activation, cfg.clamp)
         self.recorded: RecordedExperts | None = nnx.data(None)
         self.known_load: KnownLoad | None = nnx.data(None)
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
         M = num_places(moe, spec.layout) if spec.tables else E
-        self.w_in = nnx.Param(normal(rngs.params(), (M, D, 2, F), jnp.float32), dims="EDUF")
-        self.w_out = nnx.Param(out(rngs.params(), (M, F, D), jnp.float32), dims="EFD")
+        self.w_in = nnx.Param(normal(rngs.params(), (M, Z, U, F), jnp.float32), dims="EDUF")
+        self.w_out = nnx.Param(out(rngs.params(), (M, F, Z), jnp.float32), dims="EFD")
+        if moe.latent is not None:
+            self.w_down = nnx.Param(normal(rngs.params(), (D, Z), jnp.float32), dims="DZ")
+            self.w_up = nnx.Param(out(rngs.params(), (Z, D), jnp.float32), dims="ZD")
         self.bias = RouterBias(jnp.zeros((E,), jnp.float32), dims="E")
         if spec.tables:
             C = spec.layout.size(spec.layout.expert_owner_axes)
@@ -152,8 +158,8 @@ class MoE(nnx.Module):
         if moe.router_bias:
             self.b_router = nnx.Param(jnp.zeros((E,), jnp.float32), dims="E")
         if moe.expert_bias:
-            self.b_in = nnx.Param(jnp.zeros((M, 2, F), jnp.float32), dims="EUF")
-            self.b_out = nnx.Param(jnp.zeros((M, D), jnp.float32), dims="ED")
+            self.b_in = nnx.Param(jnp.zeros((M, U, F), jnp.float32), dims="EUF")
+            self.b_out = nnx.Param(jnp.zeros((M, Z), jnp.float32), dims="ED")
 
     def fetch(self) -> list[jax.Array]:
         """Starts to fetch the experts' weights, if they are on the host; returns their shards."""
@@ -176,11 +182,13 @@ class MoE(nnx.Module):
         )
         if self.moe.expert_bias:
             b_in, b_out = (gather_float32(b, self.spec) for b in (self.b_in, self.b_out))
-        experts = ExpertWeights(w_in, w_out, b_in, b_out, in_adapter, out_adapter)
+        experts, latent = ExpertWeights(w_in, w_out, b_in, b_out, in_adapter, out_adapter), None
+        if self.moe.latent is not None:
+            latent = gather_weight(self.w_down, self.spec), gather_weight(self.w_up, self.spec)
         if self.known_load is None:
-            return MoEWeights(router_DE, experts)
+            return MoEWeights(router_DE, experts, latent=latent)
         copies, held = copy_hot(self.known_load[...], experts, self.moe, self.spec.layout)
-        return MoEWeights(router_DE, held, copies)
+        return MoEWeights(router_DE, held, copies, latent)
 
     def __call__(
         self,
@@ -256,8 +264,10 @@ class MoE(nnx.Module):
     def _run_experts(
         self, x_ND: jax.Array, weight_NK: jax.Array, expert_NK: jax.Array, weights: MoEWeights
     ) -> tuple[jax.Array, Overflow]:
-        """The exchange and the experts: by experts, or with slots by places."""
+        """The exchange and the experts, at their width: by experts, or with slots by places."""
         moe, spec, experts, copies = self.moe, self.spec, weights.experts, weights.copies
+        if weights.latent is not None:
+            x_ND = product(x_ND, weights.latent[0])
         if spec.tables:
             expert_NK, moe = by_table(expert_NK, self.table[...], moe, spec.layout)
         elif moe.slots:
@@ -267,7 +277,8 @@ class MoE(nnx.Module):
             else:
                 copies = shared_anew(copies, load_E, moe, spec.layout)
             expert_NK, moe = spread(expert_NK, copies, moe, spec.layout)
-        return moe_ffn(x_ND, weight_NK, expert_NK, experts, moe, spec, gate=self.gate)
+        y_ND, overflow = moe_ffn(x_ND, weight_NK, expert_NK, experts, moe, spec, gate=self.gate)
+        return y_ND if weights.latent is None else product(y_ND, weights.latent[1]), overflow
 
     def _logits(
         self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None

@@ -20,6 +20,7 @@ from moejax.step.state import Tree
 
 # All matrices of a block but the router.
 TARGETS = ("attention.w_*", "moe.w_in", "moe.w_out", "mlp.w_in", "mlp.w_out")
+TARGETS += ("moe.w_down", "moe.w_up")
 SHOWN = 8  # names in a message
 Path = tuple[Any, ...]  # of JAX
 

@@ -164,6 +164,7 @@ def build_spec(
         context_exchange=cfg.mesh.context_exchange,
         micro_bytes=cfg.train.reduction_bytes,
         adapter_scale=cfg.lora.scale,
+        index_loss=cfg.train.indexer_loss / (cfg.train.batch_sequences * cfg.data.sequence_length),
         experts=chosen.get("experts", "blocked"),
         attention=chosen["attention"],
         sliced_attention=chosen.get("sliced_attention", "blocked"),

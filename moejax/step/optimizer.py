@@ -19,7 +19,7 @@ from optax import contrib
 from moejax.comm import wire
 from moejax.comm.host import is_on_host, pieces, sum_of_squares, to_device, to_host
 from moejax.config.schema import OptimizerConfig
-from moejax.layout.layout import Layout, is_product
+from moejax.layout.layout import Layout, is_index, is_product
 
 Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
@@ -136,8 +136,8 @@ class Optimizer:
                 optax.scale_by_learning_rate(rate),
             )
         # Matrices and adapters decay, not scales and biases. Matrices that Muon leaves to AdamW
-        # (embeddings, router) do not.
-        decays = cfg.name == "adamw" and is_product(dims)
+        # (embeddings, router) do not, nor those of an indexer: without a gradient it must not move.
+        decays = cfg.name == "adamw" and is_product(dims) and not is_index(dims)
         return optax.adamw(
             learning_rate(cfg, self.num_steps, cfg.learning_rate),
             b1=cfg.beta1,
@@ -194,8 +194,11 @@ def _piece_by_piece(apply: Callable, gradient: jax.Array, state: Any, *, whole: 
 
 
 def is_matrix(dims: str) -> bool:
-    """Returns whether Muon updates a parameter: a hidden matrix, no embedding, norm, router."""
-    return is_product(dims) and "V" not in dims and dims != "DE"
+    """Returns whether Muon updates a parameter: a hidden matrix, no embedding, norm, router.
+
+    Nor does it update an indexer, which AdamW leaves alone where there is no gradient.
+    """
+    return is_product(dims) and "V" not in dims and dims != "DE" and not is_index(dims)
 
 
 def square_share(tree: Tree, dims: Tree, layouts: Tree) -> jax.Array:

@@ -47,6 +47,7 @@ OTHER = {
     "model.attention": "latent",
     "model.linear.form": "none",
     "model.positions": "none",
+    "moe.latent": 8,
     "model.rope_width": 4,
     "model.q_latent": 16,
     "model.kv_latent": 16,
@@ -62,7 +63,7 @@ OTHER = {
     "model.full_attention.turned_channels": 4,
     "model.score_scale": 0.2,
     "model.moe_every": 2,
-    "model.activation": "clamped_swiglu",
+    "model.activation": "relu2",
     "model.predict_ahead": 1,
     "model.sliding_window": 8,
     "model.dtype": "bfloat16",
@@ -284,7 +285,8 @@ def test_a_manifest_says_what_a_resume_compares():
 @pytest.mark.parametrize("name", [name for name in fields() if name.startswith(("model.", "moe."))])
 def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
     changes = []
-    alone = {"model.linear.": ("linear",), "model.full_attention.": ("full",)}
+    alone = {"model.linear.": ("gated_delta", "mamba2"), "model.full_attention.": ("full",)}
+    alone |= {"model.indexer.": ("sparse",)}
     kinds = alone.get(name.rpartition(".")[0] + ".", ("grouped", "latent"))
     for kind in kinds:
         cfg, described = every_kind_of_layer(kind)
@@ -302,11 +304,14 @@ def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
 def every_kind_of_layer(attention):
     """A model that has a dense layer, expert layers and shared experts; shapes of its weights."""
     model = {"num_layers": 4, "first_dense_layers": 1, "num_kv_heads": 4, "sliding_window": 5}
-    if attention == "linear":
-        linear = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=4, convolution=3)
+    if attention in ("gated_delta", "mamba2"):
+        linear = LinearConfig(attention, 2, 4, key_width=6, value_width=4, convolution=3)
         model |= {"linear": linear, "full_attention_every": 2, "sliding_window": None}
     elif attention == "full":
-        model |= {"full_attention_every": 2}
+        model |= {"full_attention_every": 2, "attention_sinks": True}
+    elif attention == "sparse":
+        model |= {"attention": "sparse", "head_width": 8, "rope_width": 2, "kv_latent": 8}
+        model |= {"q_latent": 8, "sliding_window": None}
     else:
         model |= {"attention": attention, "head_width": 8, "rope_width": 2, "kv_latent": 8}
     cfg = small_config(model=model, moe={"num_shared_experts": 1, "num_experts": 4})

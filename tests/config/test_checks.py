@@ -18,9 +18,12 @@ from tests.config.files import (
 )
 
 LATENT = "model.attention=latent model.kv_latent=16 model.rope_width=8"
+SPARSE = f"{LATENT} model.attention=sparse model.q_latent=16"
 YARN = "model.rope.scaling=yarn model.rope.factor=2"
 FULL = "model.sliding_window=4 model.full_attention_every=2"
 DELTA = "model.linear.form=gated_delta model.full_attention_every=2"
+ALONE = "model.linear.form=mamba2 model.layer_attention=linear,none,full,none \
+model.layer_mlps=none,experts,none,dense"
 KIMI = "model.linear.form=kimi_delta model.full_attention_every=2 model.linear.value_heads=2"
 # Large enough for a tensor axis of eight.
 LARGE = (
@@ -36,7 +39,13 @@ def test_the_defaults_pass():
 ACCEPTED = f"""
 mesh.expert=4 mesh.tensor=2 mesh.simulated_devices=8
 {DELTA} mesh.expert=2 mesh.tensor=2
+{SPARSE} mesh.expert=2 mesh.tensor=2 model.indexer.keys=8 train.indexer_loss=1
+{SPARSE} mesh.stage=2 train.micro_batches=2
 {KIMI} mesh.expert=2 mesh.tensor=2 model.positions=none
+{ALONE} mesh.expert=2 mesh.tensor=2 model.positions=none model.activation=relu2 moe.latent=32
+{ALONE} model.linear.convolution_bias=true model.linear.least_step=0.01
+model.layer_attention=full,none,full,none model.layer_mlps=none,dense,none,dense \
+model.moe_every=none
 mesh.replica=none mesh.expert=2 mesh.simulated_devices=8
 mesh.expert=2 mesh.tensor=2 mesh.expert_weights=folded
 mesh.tensor=2 mesh.activations=replicated
@@ -51,6 +60,9 @@ moe.router.forced=balanced moe.router.num_groups=4 moe.router.bias_update_rate=0
 model.activation=clamped_swiglu model.activation_limit=5
 model.block_norm=both moe.num_shared_experts=1 moe.own_norms=true moe.expert_scale=true
 {FULL} model.full_attention.num_kv_heads=4 model.full_attention.turned_channels=8
+{FULL} model.positions=window model.rope.theta=5
+{FULL} model.attention_sinks=true model.full_attention.sinks=false model.value_width=16
+model.rope.query_growth=0.1 model.rope.trained_length=64
 moe.shared_gate=true moe.num_shared_experts=1
 model.predict_ahead=1 train.predict_ahead_loss=0.1
 model.rope.scaling=linear model.rope.factor=2
@@ -119,6 +131,15 @@ model.sliding_window=9 -> has 0 blocks
 {DELTA} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
 {DELTA} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... gated_delta
 {DELTA} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> from slice to slice
+model.layer_attention=full,none,full,none model.layer_mlps=none,dense,none,dense \
+model.moe_every=none mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> has none, and
+{ALONE} model.predict_ahead=1 -> `model.predict_ahead` has a block like the last one
+{ALONE} moe.latent=33 mesh.expert=2 -> `moe.latent` = 33 ... 32 or 34
+{DELTA} model.linear.least_step=0.1 -> has no effect: only `model.linear.form` mamba2
+{ALONE} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
+{ALONE} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... mamba2
+model.layer_attention=none,full,full,full model.layer_mlps=none,experts,dense,dense -> both have
+model.layer_mlps=dense,none,dense,dense -> names no block with experts
 model.linear.form=kimi_delta -> `model.linear.key_heads` = 2 and ... = 4 differ
 {KIMI} model.linear.value_width=33 mesh.expert=2 -> `model.linear.value_width` = 33 ... 32 or 34
 model.positions=none model.rope.theta=5 -> has no effect: `model.positions` is none
@@ -131,6 +152,8 @@ is not a multiple of `model.full_attention.num_kv_heads` = 3. Choose 1, 2, 4
 `model.full_attention.num_kv_heads` = 2 ... `mesh.tensor` = 4
 {FULL} model.full_attention.head_width=15 -> `model.head_width` = 15 is odd
 {FULL} model.full_attention.turned_channels=34 -> turned_channels` = 34 ... at most the 32
+{FULL} model.full_attention.keys_are_values=true model.value_width=16 -> \
+`model.value_width` = 16 is not the 32 channels of a key
 {FULL} model.full_attention.turned_channels=7 -> turned_channels` = 7 must be even
 {FULL} model.full_attention.turned_channels=8 model.rope_width=8 -> rotate as a whole
 moe.own_norms=true moe.num_shared_experts=1 -> `moe.own_norms` is for shared experts
@@ -149,6 +172,14 @@ model.attention=latent -> `model.kv_latent` is none ... which needs it
 {LATENT} model.rope_width=32 -> `model.rope_width` = 32 leaves none of `model.head_width` = 32
 {LATENT} mesh.fsdp=3 model.width=129 train.batch_sequences=3 -> \
 `model.kv_latent` = 16 ... = 3 x 1 = 3 ... 15 or 18 for model.kv_latent
+{SPARSE} model.q_latent=none -> `model.q_latent` is none ... is sparse
+{SPARSE} model.kv_latent=none -> `model.kv_latent` is none ... is sparse, which needs it
+{SPARSE} model.sliding_window=8 -> `model.sliding_window` is 8 ... among all earlier keys
+{SPARSE} model.indexer.width=6 -> `model.rope_width` = 8 is more than `model.indexer.width` = 6
+{SPARSE} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... sparse
+{SPARSE} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> `model.attention` is sparse, and
+{SPARSE} mesh.stage=2 train.micro_batches=2 model.predict_ahead=1 -> a block of sparse attention
+{SPARSE} mesh.stage=2 train.micro_batches=2 train.indexer_loss=1 -> do not add the indexers' loss
 model.rope_width=7 -> `model.rope_width` = 7 is odd ... 6 or 8
 model.rope_width=34 -> `model.rope_width` = 34 ... `model.head_width` = 32
 model.sliding_window=4 model.full_attention_every=5 -> \
@@ -308,14 +339,20 @@ model.first_dense_layers: `model.layer_mlps`
 model.layer_attention=window,full,window,full -> model.layer_attention: `model.sliding_window`
 model.full_attention.theta=5 -> model.full_attention.theta: no block has a window
 model.full_attention.head_width=16 model.sliding_window=3 -> \
-model.full_attention.head_width: or all have one
+model.full_attention.head_width: or all have
+model.positions=window -> model.positions: no block has a window, or all have
+{LATENT} {FULL} model.positions=window -> model.positions: `model.attention` is latent
+{FULL} model.positions=window model.full_attention.theta=5 -> \
+model.full_attention.theta: `model.positions` is window
 model.full_attention_every=2 -> model.full_attention_every: `model.sliding_window` is none
 model.predict_ahead=1 data.sequence_length=1 -> model.predict_ahead: `data.sequence_length` is 1
 train.predict_ahead_loss=0.1 -> train.predict_ahead_loss: predict_ahead` is 0
+train.indexer_loss=0.1 -> train.indexer_loss: `model.attention` is not sparse
+{LATENT} model.indexer.keys=8 -> model.indexer.keys: `model.attention` is not sparse
 model.rope.factor=2 -> model.rope.factor: linear or llama3 or yarn
 model.rope.scaling=yarn -> model.rope.scaling: `model.rope.factor` is 1
 model.rope.scaling=linear model.rope.factor=2 model.rope.trained_length=2 -> \
-model.rope.trained_length: only `model.rope.scaling` llama3 or yarn
+model.rope.trained_length: only `model.rope.scaling` llama3 or yarn and `model.rope.query_growth`
 {YARN} model.rope.low_frequency_factor=2 -> model.rope.low_frequency_factor: only
 {YARN} model.rope.high_frequency_factor=2 -> model.rope.high_frequency_factor: only
 model.rope.beta_fast=2 -> model.rope.beta_fast: only `model.rope.scaling` yarn
@@ -326,7 +363,8 @@ model.rope.mscale=2 -> model.rope.mscale: only `model.rope.scaling` yarn
 model.rope.mscale_all_dim=2 -> model.rope.mscale_all_dim: only `model.rope.scaling` yarn
 model.kv_latent=16 -> model.kv_latent: `model.attention` is not latent
 model.q_latent=16 -> model.q_latent: is not latent
-model.value_width=16 -> model.value_width: is not latent
+model.full_attention.sinks=false model.sliding_window=3 model.full_attention_every=2 -> \
+model.full_attention.sinks: `model.attention_sinks` is false
 {LATENT} model.num_kv_heads=4 -> model.num_kv_heads: `model.attention` is latent
 {LATENT} model.value_norm=true -> model.value_norm: `model.attention` is latent
 {LATENT} model.qk_norm=head -> model.qk_norm: `model.attention` is latent

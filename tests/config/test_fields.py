@@ -31,19 +31,22 @@ FIELD_NAMES = {
         "layers_before_stages logit_cap logit_divisor mlp_hidden moe_every norm_epsilon num_heads "
         "num_kv_heads num_layers positions predict_ahead q_latent qk_norm remat residual_scale "
         "rope_width scan_layers score_scale sliding_window stage_chunks tie_embeddings value_norm "
-        "value_width vocab_size width zero_centered_norms"
+        "value_scale value_width vocab_size width zero_centered_norms"
     ),
-    "model.full_attention": "head_width keys_are_values num_kv_heads theta turned_channels",
-    "model.linear": "convolution form key_heads key_width value_heads value_width",
+    "model.full_attention": "head_width keys_are_values num_kv_heads sinks theta turned_channels",
+    "model.indexer": "heads keys width",
+    "model.linear": (
+        "convolution convolution_bias form key_heads key_width least_step value_heads value_width"
+    ),
     "model.rope": (
         "attention_factor beta_fast beta_slow factor high_frequency_factor "
-        "low_frequency_factor mscale mscale_all_dim scaling theta trained_length truncate"
+        "low_frequency_factor mscale mscale_all_dim query_growth scaling theta "
+        "trained_length truncate"
     ),
     "moe": (
         "capacity_factor expert_bias expert_hidden expert_scale experts_per_token headroom "
-        "implementation num_experts num_shared_experts own_norms router_bias shared_gate "
-        "shared_hidden "
-        "slots slots_from"
+        "implementation latent num_experts num_shared_experts own_norms router_bias shared_gate "
+        "shared_hidden slots slots_from"
     ),
     "moe.router": (
         "balance_loss balance_over bias_update_rate forced groups_per_token jitter num_groups "
@@ -57,7 +60,8 @@ FIELD_NAMES = {
     "profile": "num_steps start_step",
     "track": "mlflow wandb",
     "train": (
-        "batch_sequences compare_every eval_batches eval_every gradient_dtype log_every "
+        "batch_sequences compare_every eval_batches eval_every gradient_dtype indexer_loss "
+        "log_every "
         "max_skipped micro_batches num_steps on_spike predict_ahead_loss reduction_bytes "
         "rollbacks sample_prompt sample_tokens seed spike_threshold"
     ),
@@ -88,4 +92,4 @@ def test_describe_fields_lists_each_setting_with_its_type_and_range():
     assert rows["data.train_weights"][0] == "tuple[float, ...]"
     assert rows["moe.router.jitter"][3] == "at least 0 and at most 0.5"
     assert rows["model.dtype"][3] == "one of float32, bfloat16"
-    assert rows["model.layer_mlps"][3] == "a list of dense, experts"
+    assert rows["model.layer_mlps"][3] == "a list of dense, experts, none"

@@ -1,5 +1,7 @@
 """Kinds of blocks: every block is in one group, in order, and groups repeat as their kinds do."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +138,22 @@ def test_blocks_of_linear_attention_are_all_but_those_that_attend():
     linear, full = ("gated_delta", None), ("grouped", None)
     assert kinds == [("grouped", 8), linear, full, linear]
     assert shortest(cfg)["layer_attention"] == sees
+
+
+def test_layers_may_be_attention_an_mlp_or_experts_alone():
+    """Nemotron-H; a table without experts is that of a dense model."""
+    linear = LinearConfig("mamba2")
+    sees = ("linear", "none", "linear", "none", "full", "none")
+    cfg = ModelConfig(num_layers=6, linear=linear, layer_attention=sees)
+    cfg = replace(cfg, layer_mlps=("none", "experts", "none", "experts", "none", "dense"))
+    mamba, attention = BlockKind("none", mixer="mamba2"), BlockKind("none")
+    experts, mlp = BlockKind("moe", mixer="none"), BlockKind("dense", mixer="none")
+    assert layer_groups(cfg) == [((mamba, experts), 2), ((attention, mlp), 1)]
+    assert replace(cfg, **shortest(cfg)) == cfg
+    assert (cfg.parts, cfg.expert_layers, cfg.has_experts) == (6, 2, True)
+    dense = replace(cfg, moe_every=None, layer_mlps=("none", "dense") * 3)
+    assert replace(dense, **shortest(dense)) == dense
+    assert not dense.has_experts
 
 
 @given(

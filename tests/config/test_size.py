@@ -29,6 +29,12 @@ from tests.cases import small_config, step_for
             "model.q_latent": 8,
             "model.value_width": 6,
         },
+        {
+            "model.attention": "sparse",
+            "model.rope_width": 2,
+            "model.kv_latent": 16,
+            "model.q_latent": 8,
+        },
         {"model.predict_ahead": 1},
         {"model.predict_ahead": 1, "model.moe_every": 2, "model.num_layers": 3},
     ],

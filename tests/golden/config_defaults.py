@@ -25,9 +25,13 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tests.hf.config_keys import GOLDEN, of_positions, released, without  # noqa: E402
 from tests.hf.golden import FAMILIES, cases_of  # noqa: E402
 
+# Which transformers builds inside a model of images alone.
+ONLY_INSIDE = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
+AutoModelForCausalLM.register(*ONLY_INSIDE, exist_ok=True)
 TOKENS = 4
 KINDS = ("", "sliding_attention_", "full_attention_")
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "mistral4")
+LATENT += ("deepseek_v32", "glm_moe_dsa")
 
 
 def frequencies_of(rope: torch.nn.Module, kind: str) -> list[float]:

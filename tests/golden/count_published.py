@@ -20,6 +20,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_layers import MtpModel
 
+# Which transformers builds inside a model of images alone.
+ONLY_INSIDE = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
+AutoModelForCausalLM.register(*ONLY_INSIDE, exist_ok=True)
 HERE = Path(__file__).parent
 PUBLISHED = HERE.parent / "hf" / "published.json"
 COUNTS = HERE / "published_counts.json"

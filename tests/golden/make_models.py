@@ -32,6 +32,9 @@ POSITIONS = (0, 7, 22, 39)  # whose logits are kept
 KEPT_IDS = 61  # of the vocabulary, evenly
 CLOSE = 1e-4  # choices nearer than this could fall otherwise elsewhere
 
+# Which transformers builds inside a model of images alone.
+ONLY_INSIDE = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
+AutoModelForCausalLM.register(*ONLY_INSIDE, exist_ok=True)
 ANYWHERE = {"max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1}
 
 
@@ -87,7 +90,7 @@ def record_choices(model: torch.nn.Module) -> list:
     def hook(module, inputs, outputs):
         seen.append((outputs[0].detach(), outputs[2].detach()))
 
-    named = ("topkrouter", "v1gate", "textrouter")
+    named = ("topkrouter", "v1gate", "textrouter", "tokenchoicerouter")
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith(named)]
     keys = ("num_experts_per_tok", "top_k_experts")
     assert bool(routers) == any(hasattr(model.config, key) for key in keys)

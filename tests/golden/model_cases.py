@@ -47,6 +47,11 @@ def sizes(layers: int, width: int, head: int | None = None) -> dict:
     return {"num_hidden_layers": layers, "hidden_size": width, **own}
 
 
+def indexer(heads: int, width: int, keys: int) -> dict:
+    """An indexer that chooses fewer keys than the texts have tokens."""
+    return {"index_n_heads": heads, "index_head_dim": width, "index_topk": keys}
+
+
 def experts(count: str, number: int, chosen: int, hidden: int | Sequence[int]) -> dict:
     """Experts.
 
@@ -118,11 +123,50 @@ def kimi_experts(number: int, chosen: int, shared: int, hidden: tuple[int, int])
     return {**found, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
 
 
+def nemotron(layers: str, mamba: Sequence[int], hidden: Sequence[int]) -> dict:
+    """Layers by their signs; Mamba-2's groups, heads, channels of both, and its convolution."""
+    keys = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
+    widths = ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size")
+    kinds = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+    return {
+        "layers_block_type": [kinds[sign] for sign in layers],
+        "time_step_limit": [0.0, 9.0],  # without effect; infinity is no JSON
+        **dict(zip(keys, mamba, strict=True)),
+        **dict(zip(widths, hidden, strict=True)),
+    }
+
+
 def gemma(number: int, chosen: int, hidden: Sequence[int]) -> dict:
     """Experts and the MLP beside them, under Gemma's names, in the form that has experts."""
     keys = {"enable_moe_block": True, "num_experts": number, "top_k_experts": chosen}
     keys |= {"hidden_size_per_layer_input": 0, "sliding_window": 9}
     return {**keys, "intermediate_size": hidden[0], "moe_intermediate_size": hidden[1]}
+
+
+def trinity(shared: int, dense: int, window: int) -> dict:
+    """Shared experts, dense blocks at the start, and a window, under AFMoE's names."""
+    return {
+        "num_shared_experts": shared,
+        "num_dense_layers": dense,
+        "sliding_window": window,
+    }
+
+
+def mimo(heads: int, window: int, theta: float, share: float) -> dict:
+    """Keys and values, window, base and rotating share of a head, under MiMo's names."""
+    kinds = {"sliding_attention": 1e4, "full_attention": theta}
+    rotates = {"rope_type": "default", "partial_rotary_factor": share}
+    return {
+        "num_key_value_heads": heads,
+        "sliding_window": window,
+        "rope_parameters": {kind: {**rotates, "rope_theta": base} for kind, base in kinds.items()},
+    }
+
+
+def growing(scaling: dict, length: int, growth: float) -> dict:
+    """Positions as Mistral 4 has them: queries grow with each length behind them."""
+    own = {"original_max_position_embeddings": length, "llama_4_scaling_beta": growth}
+    return {"rope_parameters": {"rope_theta": 1e4, **scaling, **own}}
 
 
 def two_ropes(near: float, far: float, share: float | None = None) -> dict:
@@ -336,6 +380,59 @@ CASES: dict[str, dict[str, dict]] = {
             **experts("n_routed_experts", 24, 6, (16, 8)),
             "n_shared_experts": 1,
             **groups(4, 2),
+            "num_hidden_layers": 2,
+            "rms_norm_eps": 1e-3,
+        },
+    },
+    "deepseek_v32": {
+        "one group, another epsilon": {
+            **LATENT,
+            **NO_AHEAD,
+            "q_lora_rank": 11,
+            "kv_lora_rank": 7,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            "n_shared_experts": 2,
+            **groups(1, 1),
+            **indexer(11, 7, 9),
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-3,
+        },
+        "even, groups, yarn": {
+            **LATENT_EVEN,
+            **NO_AHEAD,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            "n_shared_experts": 1,
+            **groups(4, 2),
+            **indexer(12, 8, 11),
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 2,
+            **rope({**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}),
+        },
+    },
+    "glm_moe_dsa": {
+        "two dense blocks, one group": {
+            **LATENT,
+            **NO_AHEAD,
+            "q_lora_rank": 11,
+            "kv_lora_rank": 7,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            "n_shared_experts": 2,
+            **groups(1, 1),
+            **indexer(11, 7, 9),
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 4,
+            "rope_theta": 1e6,
+        },
+        "even, groups": {
+            **LATENT_EVEN,
+            **NO_AHEAD,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            "n_shared_experts": 1,
+            **groups(4, 2),
+            **indexer(12, 8, 11),
+            "first_k_dense_replace": 1,
             "num_hidden_layers": 2,
             "rms_norm_eps": 1e-3,
         },
@@ -607,6 +704,97 @@ CASES: dict[str, dict[str, dict]] = {
             "attention_k_eq_v": True,
             "layer_types": ["sliding_attention", "full_attention"],
             "final_logit_softcapping": 5.0,
+        },
+    },
+    "nemotron_h": {
+        "odd, a latent, least steps": {
+            **ODD,
+            "hidden_size": 20,
+            "head_dim": 6,
+            **nemotron("ME*-M", (3, 6, 7, 5, 3), (14, 10, 12)),
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": 8,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "time_step_min": 0.6,
+        },
+        "even, groups": {
+            **EVEN,
+            "hidden_size": 24,
+            "head_dim": 6,
+            **nemotron("MEM*E", (4, 8, 8, 6, 4), (16, 8, 16)),
+            "n_routed_experts": 24,
+            "num_experts_per_tok": 6,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_conv_bias": False,
+        },
+    },
+    "afmoe": {
+        "biases, a table of layers": {
+            **ODD,
+            **sizes(4, 20, head=6),
+            **experts("num_experts", 5, 3, (14, 10)),
+            **trinity(2, 1, 9),
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "mup_enabled": True,
+            "route_scale": 2.5,
+        },
+        "even, each second layer in full, yarn": {
+            **EVEN,
+            **TIED,
+            **sizes(2, 24, head=8),
+            **experts("num_experts", 24, 6, (16, 8)),
+            **trinity(1, 0, 7),
+            **rope(YARN),
+            "global_attn_every_n_layers": 2,
+        },
+    },
+    "mimo_v2_flash": {
+        "biases, most layers in full": {
+            **ODD,
+            **sizes(4, 20, head=10),
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            **groups(1, 1),
+            **mimo(2, 9, 3e5, 0.61),
+            "num_attention_heads": 12,
+            "layer_types": [*["full_attention"] * 2, "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "v_head_dim": 7,
+        },
+        "even, groups": {
+            **EVEN,
+            **TIED,
+            **sizes(3, 24, head=8),
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            **groups(4, 2),
+            **mimo(2, 7, 5e6, 0.334 * 1.5),
+            "v_head_dim": 6,
+            "routed_scaling_factor": 2.5,
+        },
+    },
+    "mistral4": {
+        "direct queries, first block dense": {
+            **LATENT,
+            **experts("n_routed_experts", 5, 3, (14, 10)),
+            **growing(YARN, 7, 0.3),
+            "kv_lora_rank": 7,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+            "routed_scaling_factor": 1.5,
+        },
+        "even, yarn": {
+            **LATENT_EVEN,
+            **TIED,
+            **experts("n_routed_experts", 24, 6, (16, 8)),
+            **growing({**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}, 16, 0.1),
+            "n_shared_experts": 1,
+            "num_hidden_layers": 2,
         },
     },
 }

@@ -28,6 +28,8 @@ def released(config: dict[str, Any]) -> dict[str, Any]:
         }
         named = {"global_head_dim": head, "num_global_key_value_heads": heads}
         return {key: x for key, x in config.items() if key != "per_layer_config"} | named
+    if {"full_attention", "llama_4_scaling_beta"} & set(config["rope_parameters"]):
+        return config
     rope = dict(config["rope_parameters"])
     own = {key: value for key, value in config.items() if key != "rope_parameters"}
     own["rope_theta"], family = rope.pop("rope_theta"), config["model_type"]

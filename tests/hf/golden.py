@@ -32,6 +32,7 @@ OFTEN = (
     "hunyuan_v1_moe",
     "kimi_linear",
     "qwen3_next",
+    "glm_moe_dsa",
 )
 
 

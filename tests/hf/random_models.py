@@ -13,7 +13,13 @@ import numpy as np
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")  # ends of tensors' names
 # Norms, and factors of blocks, of experts and of a router's input (Gemma 4).
-FACTORS = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "layer_scalar")
+FACTORS = (
+    "norm.weight",
+    "norm_f.weight",
+    "layernorm_1.weight",
+    "layernorm_2.weight",
+    "layer_scalar",
+)
 FACTORS += ("router.scale", "per_expert_scale")
 DTYPES = {"F32": np.float32, "F16": np.float16}
 

@@ -1,7 +1,6 @@
 """Adapters as peft reads them, held against its formulas; tests/parity has what it computes."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,13 +29,13 @@ def view(dims, groups, at=(), paired=None):
 
 VIEWS = {
     "queries": view("DHC", "HC D"),
-    "queries that rotate in pairs": view("DHC", "HC D", paired=("C", 2)),
+    "queries that rotate in pairs": view("DHC", "HC D", paired=("C", SIZES["C"] - 2, 2)),
     "output": view("HCD", "D HC"),
     "gate": view("DUF", "F D", at=(("U", 0),)),
     "up": view("DUF", "F D", at=(("U", 1),)),
     "down": view("FD", "D F"),
     "router": view("DE", "E D"),
-    "latent": view("DZ", "Z D", paired=("Z", 4)),
+    "latent": view("DZ", "Z D", paired=("Z", SIZES["Z"] - 4, 4)),
     "from a latent": view("ZHC", "HC Z"),
     "logits": view("DV", "V D"),
     "fused": view("EDUF", "E UF D"),
@@ -153,11 +152,30 @@ def test_an_adapter_of_a_tensor_that_is_no_weight_of_a_module_is_refused(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_adapter_of_rows_that_are_not_the_whole_tensor_is_refused(tmp_path):
-    queries = tensor(f"{LAYER}linear_attn.in_proj_qkv.weight", VIEWS["queries"])
-    own = replace(queries, rows=Rows(1, 0, 8, 24))
-    with pytest.raises(InputError, match=r"no place in peft's form: other parameters have rows"):
-        write(tmp_path, [own], LoraConfig(rank=2), base=None)
+def test_parameters_that_share_a_tensor_have_one_adapter(tmp_path):
+    """Of two parts, each with 4 rows of the first, 3 that no adapter has, and 2 of the second."""
+    name = f"{LAYER}linear_attn.in_proj_qkv.weight"
+    first = Tensor(name, "w_q", None, VIEWS["queries"], rows=Rows(2, 0, 4, 9))
+    second = Tensor(name, "w_other", None, view("DC", "C D"), rows=Rows(2, 7, 2, 9))
+    write(tmp_path, [first, second], LoraConfig(rank=2, alpha=3.0))
+    arrays, module = load_file(tmp_path / WEIGHTS), name.removesuffix(".weight")
+    a, b = (arrays[f"base_model.model.{module}.lora_{factor}.weight"] for factor in "AB")
+    assert (a.shape, b.shape) == ((4, 6), (18, 4))
+    wanted = np.zeros((18, 6))
+    for own, places in ((first, (0, 1, 2, 3, 9, 10, 11, 12)), (second, (7, 8, 16, 17))):
+        factors = factors_of(own.view.dims, seed=len(own.path))
+        own_a, own_b = factor_tensors(own.view, factors)
+        wanted[list(places)] = own_b @ own_a
+    np.testing.assert_allclose(b @ a, wanted, rtol=1e-5, atol=1e-6)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert config["target_modules"] == [module]
+    assert (config["rank_pattern"], config["alpha_pattern"]) == ({module: 4}, {module: 6.0})
+
+
+def test_an_adapter_that_peft_refuses_in_mamba_is_refused(tmp_path):
+    out = tensor("backbone.layers.0.mixer.out_proj.weight", VIEWS["output"])
+    with pytest.raises(InputError, match=r"mixer\.out_proj\.weight has no place in peft, which"):
+        write(tmp_path, [out], LoraConfig(rank=2))
 
 
 def test_an_embeddings_adapter_is_refused(tmp_path):

@@ -38,6 +38,8 @@ def test_the_layer_is_left_out_by_rule(folder):
         ("deepseek_v3", MeshConfig()),
         ("deepseek_v3", MeshConfig(fsdp=2, expert=2, tensor=2)),
         ("glm4_moe_lite", MeshConfig()),
+        pytest.param("deepseek_v32", MeshConfig(), marks=pytest.mark.exhaustive),
+        ("glm_moe_dsa", MeshConfig()),
     ],
 )
 def test_the_layer_is_taken_and_given_back(tmp_path, family, mesh):

@@ -17,6 +17,12 @@ What `published.json` was compared with, because the files of the authors could 
 - Llama-3.1-8B: the copy in citsjtu2020/LLM-Prof, sglang/Model_Config.md; equal. Mistral-7B-v0.1,
   Qwen2.5-0.5B, Qwen3-0.6B: copies of whole files in public notes and scripts; equal.
 - GLM-4.7-Flash, Hy3: copies of whole files in tests of public repositories; equal.
+- DeepSeek-V3.2: the file of DeepSeek-V3 with the indexer's three keys; sizes are the defaults of
+  transformers' `DeepseekV32Config`, and those of the authors' inference/config_671B_v3.2.json, as
+  notes describe it. Other keys were compared with nothing.
+- GLM-5: sizes and the base of rotary positions, from the defaults of transformers'
+  `GlmMoeDsaConfig`, from a reader of it in a public repository that names the file, and from the
+  table of the authors' report, which agree. Other keys are those of a copy of a later model's file.
 - Solar-Open-100B, dots.llm1: the keys of such copies, which do not claim to be whole.
 - Hunyuan-A13B, Granite-3.0-1B-A400M: sizes and factors alone, from tests of public repositories.
 - FlexOlmo-7x7B-1T: sizes alone, from the defaults of transformers' config class.
@@ -33,6 +39,14 @@ What `published.json` was compared with, because the files of the authors could 
 - Gemma-4-26B-A4B: all sizes are from memory, but the number of layers and their pattern, which are
   defaults of transformers' `Gemma4TextConfig`, and 2 key and value heads without a window, which a
   comment there names. They make 25.2 billion parameters, 3.8 billion active, as published.
+- Nemotron-3-Nano-30B-A3B: a copy of the whole file in a test of a public repository; equal.
+- Nemotron-3-Super-120B-A12B: sizes and layers alone, from public scripts for Megatron-LM and notes,
+  which agree; channels of a state, groups and positions of the convolution are those of Nano.
+- Trinity-Mini: all is from memory; its 26.1 billion parameters are those of its name.
+- MiMo-V2-Flash: sizes from the defaults of transformers' `MiMoV2FlashConfig`, which agree with
+  public notes and scripts; those name its other keys, too, whose values are from memory. They make
+  309 billion parameters, 15 billion active, as published.
+- Mistral-Small-4-119B: sizes and positions from the defaults of transformers' `Mistral4Config`.
 `tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
 """
 

@@ -44,6 +44,21 @@ KNOWN = {
         "model.first_dense_layers": 1,
         "moe.router.balance_loss": pytest.approx(46 * 0.0001),
     },
+    "DeepSeek-V3.2": {
+        "model.attention": "sparse",
+        "model.indexer.heads": 64,
+        "model.indexer.width": 128,
+        "model.indexer.keys": 2048,
+        "model.rope.factor": 40.0,
+        "model.first_dense_layers": 3,
+    },
+    "GLM-5": {
+        "model.indexer.heads": 32,
+        "model.value_width": 256,
+        "model.rope.theta": 1_000_000,
+        "moe.router.weight_scale": 2.5,
+        "moe.router.balance_loss": pytest.approx(75 * 0.0001),
+    },
     "Solar-Open-100B": {"model.rope.factor": 2.0, "moe.router.renormalize": True},
     "dots.llm1": {"model.sliding_window": None, "model.qk_norm": "head"},
     "Hy3": {"moe.router.weight_scale": 2.826, "model.rope.theta": 11_158_840.0},
@@ -111,6 +126,60 @@ KNOWN = {
         "moe.num_shared_experts": 3,
         "moe.shared_hidden": None,
     },
+    "Nemotron-3-Super-120B-A12B": {
+        "model.num_layers": 88,
+        "moe.latent": 1024,
+        "moe.router.weight_scale": 5.0,
+        "moe.router.balance_loss": pytest.approx(40 * 0.0001),
+    },
+    "Nemotron-3-Nano-30B-A3B": {
+        "model.num_layers": 52,
+        "model.positions": "none",
+        "model.activation": "relu2",
+        "model.linear.form": "mamba2",
+        "model.linear.key_heads": 8,
+        "model.linear.value_heads": 64,
+        "model.linear.convolution_bias": True,
+        "model.linear.least_step": 0.001,
+        "moe.latent": None,
+        "moe.num_shared_experts": 2,
+        "moe.router.score": "sigmoid",
+        "moe.router.weight_scale": 2.5,
+        "moe.router.balance_loss": pytest.approx(23 * 0.0001),
+    },
+    "Trinity-Mini": {
+        "model.positions": "window",
+        "model.sliding_window": 2048,
+        "model.full_attention_every": 4,
+        "model.first_dense_layers": 2,
+        "model.embedding_scale": 2048**0.5,
+        "moe.router.weight_scale": 2.826,
+        "moe.router.balance_loss": pytest.approx(30 * 0.0001),
+    },
+    "MiMo-V2-Flash": {
+        "model.sliding_window": 129,
+        "model.layer_attention": ("full", *(*("window",) * 4, "full") * 1)
+        + (*("window",) * 5, "full") * 7,
+        "model.num_kv_heads": 8,
+        "model.full_attention.num_kv_heads": 4,
+        "model.full_attention.sinks": False,
+        "model.full_attention.theta": 5_000_000,
+        "model.rope.theta": 10_000,
+        "model.rope_width": 64,
+        "model.value_width": 128,
+        "model.value_scale": 0.707,
+        "moe.router.weight_scale": 1.0,
+        "model.norm_epsilon": 1e-5,
+    },
+    "Mistral-Small-4-119B": {
+        "model.rope.query_growth": 0.1,
+        "model.rope.trained_length": 8192,
+        "model.rope.factor": 128.0,
+        "model.rope.mscale_all_dim": 1.0,
+        "model.q_latent": 1024,
+        "model.rope_width": 64,
+        "moe.router.renormalize": True,
+    },
 }
 
 
@@ -122,6 +191,7 @@ ALTERED = ("dtype", "torch_dtype", "transformers_version", "rope_parameters", "r
 # Of published files: how weights are stored, and what other keys say too.
 NOT_WRITTEN = (
     "quantization_config",
+    "qk_head_dim",
     "experts_per_token",
     "expert_hidden_dim",
     "shared_intermediate_size",
@@ -203,11 +273,42 @@ def test_the_architecture_tells_families_of_one_kind_apart():
         family_of({**config, "architectures": ["MiniMaxForCausalLM"]})
 
 
+def test_mimo_may_say_all_in_the_forms_of_authors_and_of_transformers():
+    """As transformers saves the config of a released folder, with floats for whole numbers."""
+    config = PUBLISHED["MiMo-V2-Flash"]
+    full = [index == 0 or index % 6 == 5 for index in range(48)]
+    theirs = {
+        "layer_types": ["full_attention" if each else "sliding_attention" for each in full],
+        "mlp_layer_types": ["dense", *["sparse"] * 47],
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "full_attention": {**TWO_BASES["full_attention"], "rope_theta": 5_000_000.0},
+            "sliding_attention": TWO_BASES["sliding_attention"],
+        },
+        "sliding_window": 129,
+    }
+    assert read({**config, **theirs}) == read(config)
+    written = family_of(config).write(from_settings(read(config)), {})
+    assert {key: written[key] for key in theirs} == theirs | {
+        "rope_parameters": {
+            blocks: {**own, "partial_rotary_factor": pytest.approx(1 / 3)}
+            for blocks, own in theirs["rope_parameters"].items()
+        }
+    }
+    assert written["hybrid_layer_pattern"] == config["hybrid_layer_pattern"]
+    assert (written["sliding_window_size"], written["swa_num_key_value_heads"]) == (128, 8)
+
+
 def test_training_settings_are_settings():
     assert set(TRAINING) <= set(fields())
 
 
 TWO_ROPES = PUBLISHED["Gemma-4-26B-A4B"]["rope_parameters"]
+TWO_BASES = {
+    blocks: {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.334}
+    for blocks in TWO_ROPES
+}
+GROWING = PUBLISHED["Mistral-Small-4-119B"]["rope_parameters"]
 REFUSED = [
     ("DeepSeek-V3", {"rope_interleave": False}, "`rope_interleave` is False"),
     ("DeepSeek-V3", {"num_key_value_heads": 8}, "`num_key_value_heads` is 8. In latent attention"),
@@ -240,6 +341,14 @@ REFUSED = [
     ("GLM-4.7-Flash", {"first_k_dense_replace": 2}, "keys disagree: `first_k_dense_replace` is 2"),
     ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"] * 47}, "no layer has experts"),
     ("GLM-4.7-Flash", {"mlp_layer_types": ["sparse"]}, "dense or sparse for each of 47 layers"),
+    ("DeepSeek-V3.2", {"indexer_rope_interleave": True}, "`indexer_rope_interleave` is True"),
+    ("DeepSeek-V3.2", {"index_topk": None}, "deepseek_v32's `index_topk`"),
+    ("DeepSeek-V3.2", {"q_lora_rank": None}, "deepseek_v32's `q_lora_rank`"),
+    ("GLM-5", {"indexer_types": ["full", "shared"] * 39}, "each has an indexer of its own"),
+    ("GLM-5", {"index_topk_pattern": "FS" * 39}, "`index_topk_pattern` is 'FS"),
+    ("GLM-5", {"index_topk_freq": 4}, "`index_topk_freq` is 4"),
+    ("GLM-5", {"layer_types": ["full_attention"] * 78}, "`layer_types` is"),
+    ("GLM-5", {"indexer_rope_interleave": False}, "`indexer_rope_interleave` is False"),
     ("Solar-Open-100B", {"first_k_dense_replace": 1}, "`first_k_dense_replace` is 1"),
     ("Solar-Open-100B", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
     ("dots.llm1", {"n_shared_experts": None}, "`n_shared_experts`"),
@@ -317,6 +426,84 @@ REFUSED = [
             ("full_attention", None),
         )
     ),
+    *(
+        ("Nemotron-3-Nano-30B-A3B", {key: value}, f"`{key}` is {value!r}")
+        for key, value in (
+            ("n_shared_experts", 2),
+            ("mlp_hidden_act", "silu"),
+            ("mamba_hidden_act", "gelu"),
+            ("tie_word_embeddings", True),
+            ("attention_bias", True),
+            ("mamba_proj_bias", True),
+            ("mlp_bias", True),
+            ("use_bias", True),
+            ("residual_in_fp32", True),
+            ("sliding_window", 4096),
+            ("hidden_dropout", 0.1),
+            ("num_nextn_predict_layers", 2),
+        )
+    ),
+    ("Nemotron-3-Nano-30B-A3B", {"norm_eps": 1e-6}, "keys disagree: `layer_norm_epsilon` is 1e-05"),
+    ("Nemotron-3-Nano-30B-A3B", {"num_hidden_layers": 51}, "keys disagree: `num_hidden_layers` is"),
+    (
+        "Nemotron-3-Nano-30B-A3B",
+        {"layer_types": ["moe"]},
+        "One must say linear_attention",
+    ),
+    ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "MX"}, "One must say linear_attention"),
+    (
+        "Nemotron-3-Nano-30B-A3B",
+        {"hybrid_override_pattern": None},
+        "override_pattern` is None",
+    ),
+    (
+        "Nemotron-3-Nano-30B-A3B",
+        {"layers_block_type": ["mamba"] * 52},
+        "`layers_block_type` has 52 layers, `hybrid_override_pattern` is 'MEM",
+    ),
+    ("Nemotron-3-Nano-30B-A3B", {"mamba_d_conv": 4}, "`mamba_d_conv` = 4 is a key whose meaning"),
+    ("Trinity-Mini", {"route_norm": False}, "`route_norm` is False"),
+    ("Trinity-Mini", {"n_group": 2}, "`n_group` is 2"),
+    ("Trinity-Mini", {"layer_types": ["full_attention"]}, "for each of 32 layers"),
+    ("Trinity-Mini", {"num_shared_experts": 0}, "`num_shared_experts` is 0"),
+    (
+        "Trinity-Mini",
+        {"global_attn_every_n_layers": 0, "layer_types": None},
+        "every_n_layers` is 0",
+    ),
+    ("MiMo-V2-Flash", {"swa_num_key_value_heads": 4}, "reads twice `num_key_value_heads`, 8"),
+    ("MiMo-V2-Flash", {"swa_head_dim": 128}, "keys disagree: `head_dim` is 192"),
+    ("MiMo-V2-Flash", {"swa_v_head_dim": 64}, "keys disagree: `v_head_dim` is 128"),
+    ("MiMo-V2-Flash", {"swa_num_attention_heads": 32}, "keys disagree: `num_attention_heads`"),
+    ("MiMo-V2-Flash", {"add_full_attention_sink_bias": True}, "sink_bias` is True"),
+    ("MiMo-V2-Flash", {"n_shared_experts": 1}, "`n_shared_experts` is 1"),
+    ("MiMo-V2-Flash", {"hybrid_layer_pattern": [2] * 48}, "must say 0 for full_attention"),
+    ("MiMo-V2-Flash", {"hybrid_layer_pattern": [1] * 48}, "with sliding_attention and full_att"),
+    ("MiMo-V2-Flash", {"layer_types": ["full_attention"] * 48}, "agree with the second"),
+    ("MiMo-V2-Flash", {"moe_layer_freq": [1] * 3}, "dense or sparse for each of 48 layers"),
+    ("MiMo-V2-Flash", {"sliding_window_size": 0}, "`sliding_window_size` is 0"),
+    ("MiMo-V2-Flash", {"partial_rotary_factor": 1.5}, "288 of a head's 192 channels would"),
+    ("MiMo-V2-Flash", {"rope_parameters": {"rope_theta": 1.0}}, "an object for sliding_attention"),
+    ("MiMo-V2-Flash", {"rope_parameters": TWO_BASES}, "keys disagree: `rope_theta` is 5000000"),
+    ("Mistral-Small-4-119B", {"n_group": 2}, "`n_group` is 2"),
+    ("Mistral-Small-4-119B", {"rope_interleave": False}, "`rope_interleave` is False"),
+    ("Mistral-Small-4-119B", {"rope_parameters": None}, "`rope_scaling` is missing"),
+    *(
+        ("Mistral-Small-4-119B", {"rope_parameters": {**GROWING, **own}}, fragment)
+        for own, fragment in (
+            ({"llama_4_scaling_beta": None}, "`llama_4_scaling_beta` of `rope_scaling` is None"),
+            ({"llama_4_scaling_beta": -0.1}, "`llama_4_scaling_beta` is -0.1. Queries grow"),
+            ({"original_max_position_embeddings": None}, "is None, `llama_4_scaling_beta` is 0.1"),
+            ({"partial_rotary_factor": 0.25}, "keys disagree: `partial_rotary_factor` is not"),
+            ({"rope_type": "default"}, "positions scale by 'default' (`rope_parameters`)"),
+            ({"mrope_section": [1]}, "has `mrope_section` = [1]"),
+        )
+    ),
+    (
+        "Mistral-Small-4-119B",
+        {"rope_scaling": {"type": "yarn"}, "rope_parameters": None},
+        "Name it `rope_parameters`",
+    ),
     ("Qwen3-30B-A3B", {"rope_scaling": {"mrope_section": [1]}}, "has `mrope_section` = [1]"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
@@ -335,6 +522,7 @@ WITHOUT_KEY = [
     ("GLM-4.5", {"model.qk_norm": "full"}, "`model.qk_norm` is full"),
     ("Mixtral-8x7B", {"model.rope_width": 64}, "`model.rope_width` is 64, but here all channels"),
     ("DeepSeek-V3", {"model.attention": "grouped"}, "`model.attention` is grouped"),
+    ("GLM-5", {"model.attention": "latent"}, "`model.attention` is latent"),
     (
         "ERNIE-4.5-21B-A3B",
         {"model.layer_mlps": ("experts", "dense") + ("experts",) * 26},
@@ -357,6 +545,16 @@ WITHOUT_KEY = [
         {"model.full_attention_every": None, "model.layer_attention": ("full", *("window",) * 29)},
         "no key for",
     ),
+    ("Nemotron-3-Nano-30B-A3B", {"model.linear.form": "kimi_delta"}, "form` is kimi_delta"),
+    ("Nemotron-3-Nano-30B-A3B", {"model.positions": "rotary"}, "no key for `model.positions`"),
+    ("Nemotron-3-Nano-30B-A3B", {"model.tie_embeddings": True}, "key for `model.tie_embeddings`"),
+    ("Nemotron-3-Nano-30B-A3B", {"model.layer_mlps": ()}, "does not have attention, an MLP or exp"),
+    ("Trinity-Mini", {"model.embedding_scale": 2.0}, "`model.embedding_scale` is 2.0. It is"),
+    ("Trinity-Mini", {"model.positions": "rotary"}, "no key for `model.positions` = 'rotary'"),
+    ("MiMo-V2-Flash", {"model.num_kv_heads": 16}, "no key for `model.full_attention.num_kv_heads`"),
+    ("MiMo-V2-Flash", {"model.full_attention.sinks": True}, "no key for `model.full_attention.s"),
+    ("DeepSeek-V3", {"model.rope.query_growth": 0.1}, "no key for `model.rope.query_growth` = 0.1"),
+    ("Mixtral-8x7B", {"model.value_width": 64}, "no key for `model.value_width` = 64"),
     ("Mixtral-8x7B", {"model.value_norm": True}, "no key for `model.value_norm` = True"),
     ("Mixtral-8x7B", {"model.activation": "geglu"}, "no key for `model.activation` = 'geglu'"),
     ("Mixtral-8x7B", {"moe.num_shared_experts": 1}, "no key for `moe.num_shared_experts` = 1"),
@@ -474,6 +672,30 @@ def test_heads_of_blocks_without_a_window_are_said_in_two_ways():
     assert read({**config, "layer_types": windows}) == read(config)
     apart = read({**config, "attention_k_eq_v": False})
     assert apart["model.full_attention.num_kv_heads"] is None
+
+
+def test_layers_of_nemotron_h_are_a_pattern_or_a_list():
+    config = PUBLISHED["Nemotron-3-Nano-30B-A3B"]
+    names = {"M": "mamba", "E": "moe", "*": "attention"}  # as older transformers call them
+    kinds = [names[sign] for sign in config["hybrid_override_pattern"]]
+    listed = {key: x for key, x in config.items() if key not in ("hybrid_override_pattern",)}
+    assert read({**listed, "layers_block_type": kinds}) == read(config)
+    del listed["num_hidden_layers"]
+    assert read({**listed, "layer_types": kinds}) == read(config)
+
+
+def test_a_nemotron_h_without_experts_has_no_settings_of_experts():
+    config = PUBLISHED["Nemotron-3-Nano-30B-A3B"]
+    keys = {"hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5}
+    settings = read({**config, **keys})
+    assert settings["model.moe_every"] is None
+    assert settings["model.mlp_hidden"] == 1856
+    assert not [name for name in settings if name.startswith("moe.")]
+    cfg = from_settings(settings)
+    check(cfg)
+    written = family_of(config).write(cfg, config)
+    assert written["hybrid_override_pattern"] == "M-M*-"
+    assert differences(from_settings(read(written)), cfg) == []
 
 
 @pytest.mark.parametrize("turned", [2, 4, 6, 58, 62])

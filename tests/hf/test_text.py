@@ -1,6 +1,7 @@
 """Text models inside models of images and texts: what is read, left out and refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -97,6 +98,30 @@ def test_the_text_model_of_gemma_is_read_without_images_and_sounds(tmp_path):
     assert_same_weights(got, wanted)
     assert got.train_step.cfg == wanted.train_step.cfg
     assert {n for names in got.plan.left_out.values() for n in names} == set(others)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_text_model_of_mistral_is_read_by_released_names_and_by_saved_ones(tmp_path, saved):
+    """transformers puts another prefix before the names, and none before the head's."""
+    case = next(case for name, case in cases_of("mistral4").items() if "even" not in name)
+    others = ("vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight")
+    tensors = draw_all(case["tensors"])
+    named = {longer(name) if saved else f"language_model.{name}": x for name, x in tensors.items()}
+    others = [f"model.{name}" if saved else name for name in others]
+    inside = {key: x for key, x in case["config"].items() if key != "architectures"}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    config |= {"text_config": inside, "vision_config": {"depth": 1}, "vision_feature_layer": -1}
+    config |= {"image_token_index": 10, "multimodal_projector_bias": False}
+    config |= {"projector_hidden_act": "gelu", "spatial_merge_size": 2}
+    path = write_folder(tmp_path / "around", config, named | draw_all(dict.fromkeys(others, (4,))))
+    with Folder(path) as folder, Folder(golden_folder(tmp_path / "text", case)) as text:
+        assert config_of(folder) == config_of(text)
+        assert set(folder.weights) == {*text.weights, *others}
+        pattern = family_of(folder.config).around.others
+        assert all(re.fullmatch(pattern, name) for name in others)
+        name = "model.layers.1.mlp.experts.down_proj"
+        everything = ((0, 5), (0, 26), (0, 10))
+        np.testing.assert_array_equal(folder.read(name, everything), text.read(name, everything))
 
 
 def test_an_export_has_the_text_models_own_config(tmp_path):

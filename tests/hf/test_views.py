@@ -25,7 +25,8 @@ def views(draw):
     paired = None
     if draw(st.booleans()):
         letter = draw(st.sampled_from(free))
-        paired = (letter, 2 * draw(st.integers(0, size[letter] // 2)))
+        rotated = 2 * draw(st.integers(0, size[letter] // 2))
+        paired = (letter, draw(st.integers(0, size[letter] - rotated)), rotated)
     places = tuple((letter, draw(st.integers(0, size[letter] - 1))) for letter in at)
     return View("".join(dims), sizes, groups, places, paired)
 
@@ -99,15 +100,17 @@ def test_tensors_have_the_layouts_of_the_families(dims, sizes, groups, at, wante
     np.testing.assert_array_equal(view.to_tensor(free_values(view, values)), wanted(values))
 
 
-def test_rotary_pairs_become_halves_and_the_channels_before_stay():
-    view = View("ZHC", (2, 3, 8), ("HC", "Z"), (), ("C", 4))
+@pytest.mark.parametrize("first", [0, 3, 4])
+def test_rotary_pairs_become_halves_and_the_other_channels_stay(first):
+    view = View("ZHC", (2, 3, 8), ("HC", "Z"), (), ("C", first, 4))
     ours = parameter(view)
     theirs = view.to_tensor(ours).reshape(3, 8, 2)
-    np.testing.assert_array_equal(theirs[:, :4], ours.transpose(1, 2, 0)[:, :4])
+    others = [c for c in range(8) if not first <= c < first + 4]
+    np.testing.assert_array_equal(theirs[:, others], ours.transpose(1, 2, 0)[:, others])
     # The pair (2 i, 2 i + 1) of the tensor is (i, i + R / 2) of the parameter.
     for i in range(2):
-        np.testing.assert_array_equal(theirs[:, 4 + 2 * i], ours[:, :, 4 + i].T)
-        np.testing.assert_array_equal(theirs[:, 5 + 2 * i], ours[:, :, 6 + i].T)
+        np.testing.assert_array_equal(theirs[:, first + 2 * i], ours[:, :, first + i].T)
+        np.testing.assert_array_equal(theirs[:, first + 1 + 2 * i], ours[:, :, first + 2 + i].T)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])

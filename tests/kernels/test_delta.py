@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.kernels.delta import _inverse, convolve, delta_step, gated_delta, next_tail
+from moejax.kernels.chunks import convolve, next_tail
+from moejax.kernels.delta import _inverse, delta_step, gated_delta
 from tests.cases import few
 from tests.oracle_delta import convolve_by_position, delta_by_position
 

@@ -92,7 +92,8 @@ def test_a_named_implementation_is_taken_or_refused_but_never_replaced(place, na
 @modern
 @pytest.mark.parametrize(
     "words",
-    ["", "model.activation=clamped_swiglu", "model.activation=geglu", "moe.expert_bias=true"],
+    ["", "moe.expert_bias=true"]
+    + [f"model.activation={name}" for name in ("clamped_swiglu", "geglu", "relu2")],
     ids=str,
 )
 def test_biases_and_the_clamp_stand_between_the_products(words):

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from moejax.config.checks.size import parameters_of
 from moejax.config.load import load_config
 from moejax.config.schema import (
     Config,
@@ -16,7 +17,7 @@ from moejax.config.schema import (
     ModelConfig,
     MoEConfig,
 )
-from moejax.layout.layout import build_layout
+from moejax.layout.layout import build_layout, is_product
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import count
 from moejax.step.train_step import build_step
@@ -94,6 +95,29 @@ def test_linear_attention_costs_three_products_of_its_states_and_a_convolution(f
     assert abs(own - wanted / 4 - 3 * 3 * of_position) <= 1  # quotients are rounded
 
 
+def test_mamba_costs_two_products_of_its_states_and_parts_that_are_missing_nothing():
+    linear = LinearConfig("mamba2", 2, 4, key_width=6, value_width=5, convolution=3)
+    sees, mlps = ("linear", "none", "linear", "none"), ("none", "dense") * 2
+    model = ModelConfig(num_layers=4, linear=linear, layer_attention=sees, layer_mlps=mlps)
+    cfg = Config(model=dataclasses.replace(model, moe_every=None, activation="relu2"))
+    of_position = 2 * 2 * 4 * 6 * 5 + 2 * 3 * (2 * 2 * 6 + 4 * 5)
+    assert abs(count(cfg, {}).flops_per_token - 3 * 2 * of_position) <= 1
+    sizes, D = step_for_shapes(cfg).parameter_sizes(), model.width
+    attention = sum(n for path, (_, n) in sizes.items() if ".attention.w_" in path)
+    assert attention == 2 * D * (2 * 2 * 6 + 3 * 4 * 5 + 4)
+    assert parameters_of(cfg) == sum(n for dims, n in sizes.values() if is_product(dims))
+
+
+def test_experts_at_a_latent_count_by_its_width():
+    cfg = Config(moe=MoEConfig(latent=24, num_shared_experts=1))
+    cfg = dataclasses.replace(cfg, model=ModelConfig(num_layers=1, activation="relu2"))
+    sizes, moe, D = step_for_shapes(cfg).parameter_sizes(), cfg.moe, cfg.model.width
+    found = sum(n for path, (_, n) in sizes.items() if ".moe.w_" in path)
+    E, F = moe.num_experts, moe.expert_hidden
+    assert found == D * E + 2 * D * 24 + E * 2 * 24 * F
+    assert parameters_of(cfg) == sum(n for dims, n in sizes.values() if is_product(dims))
+
+
 def test_heads_of_blocks_without_a_window_count_by_their_own_width():
     """Gemma 4: three blocks of 8 channels see 3 positions, one of 20 sees all."""
     own = FullAttentionConfig(head_width=20, num_kv_heads=2, keys_are_values=True)
@@ -128,3 +152,20 @@ def test_a_token_uses_the_biases_of_its_experts_and_the_whole_routers():
     counts = count(cfg, sizes)
     assert (counts.total, counts.active) == (1248, 300 + 8 + 40)
     assert (counts.matmul, counts.flops_per_token) == (0, attention)
+
+
+def test_values_of_another_width_than_keys_and_sinks_of_some_blocks_are_counted():
+    """MiMo-V2: a block with a window and one without, which has fewer keys and no sinks."""
+    own = FullAttentionConfig(num_kv_heads=1, sinks=False)
+    model = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, head_width=8, value_width=6)
+    model = dataclasses.replace(model, sliding_window=3, full_attention_every=2, full_attention=own)
+    model = dataclasses.replace(model, attention_sinks=True)
+    cfg = Config(model=model, data=DataConfig(sequence_length=64))
+    near, far = sum(min(place, 3) for place in range(1, 65)), sum(range(1, 65))
+    assert count(cfg, {}).flops_per_token == 4 * (8 + 6) * 6 * (near + far) // 64
+    sizes = step_for_shapes(cfg).parameter_sizes()
+    attention = sum(n for path, (_, n) in sizes.items() if ".attention." in path)
+    D, E, F = model.width, cfg.moe.num_experts, cfg.moe.expert_hidden
+    matrices = D * (4 * 8 + 2 * (8 + 6) + 4 * 6) + D * (4 * 8 + 8 + 6 + 4 * 6)
+    assert attention == matrices + 4
+    assert parameters_of(cfg) == matrices + 2 * D * E * (1 + 3 * F) + D * model.vocab_size

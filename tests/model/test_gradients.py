@@ -169,6 +169,11 @@ STEPS = [
         {"model.linear.form": "kimi_delta", "model.linear.value_heads": 2},
     ),
     (
+        {"mesh": "expert 2, tensor 2"},
+        {"model.linear.form": "mamba2", "model.linear.convolution_bias": True}
+        | {"model.linear.least_step": 0.01, "model.activation": "relu2", "moe.latent": 16},
+    ),
+    (
         {"mesh": "expert 2, tensor 2", "experts": "shared, gated", "layout": "replicated, hidden"}
         | {"route": "duplicate"},
         {"model.block_norm": "both", "model.activation": "geglu", "model.value_norm": True}

@@ -116,3 +116,23 @@ def test_blocks_without_a_window_may_turn_some_pairs_of_a_whole_head():
     wanted = (x[..., 1] + 1j * x[..., 5]) * np.exp(1j * 300.0**-0.25 * position_T1)
     np.testing.assert_allclose(turned[..., 1], wanted.real, atol=1e-5)
     np.testing.assert_allclose(turned[..., 5], wanted.imag, atol=1e-5)
+
+
+def test_queries_grow_with_each_trained_length_behind_them():
+    cfg = ModelConfig(head_width=4, rope=RopeConfig(query_growth=0.1, trained_length=3))
+    angles = angles_of(jnp.arange(8), cfg)
+    wanted = [1 + 0.1 * math.log(n) for n in (1, 1, 1, 2, 2, 2, 3, 3)]
+    q_BTHC = np.random.default_rng(0).standard_normal((2, 8, 3, 4)).astype(np.float32)
+    grown = np.asarray(angles.grown(jnp.asarray(q_BTHC)))
+    np.testing.assert_allclose(grown, q_BTHC * np.array(wanted)[:, None, None], rtol=1e-6)
+    narrow = jnp.asarray(q_BTHC, jnp.bfloat16)
+    assert angles.grown(narrow).dtype == jnp.bfloat16
+    assert angles_of(jnp.arange(8), ModelConfig()).grown(narrow) is narrow
+
+
+def test_blocks_without_a_window_may_have_no_positions():
+    cfg = ModelConfig(head_width=4, sliding_window=3, full_attention_every=2, positions="window")
+    angles = angles_of(jnp.arange(5), cfg)
+    np.testing.assert_array_equal(angles.of(3), angles_at(jnp.arange(5), 4, RopeConfig()))
+    x = jnp.ones((1, 5, 2, 4))
+    np.testing.assert_array_equal(rotate(x, angles.of(None)), x)

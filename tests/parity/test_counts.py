@@ -18,11 +18,15 @@ DEFAULTS = {
     "GLM-4.5-Air": ("head_dim",),  # no default there
     "MiniMax-M2": (),
     "GLM-4.7-Flash": ("first_k_dense_replace",),  # no key of the class
+    "DeepSeek-V3.2": (),
+    "GLM-5": (),
     "Solar-Open-100B": ("first_k_dense_replace", "intermediate_size"),  # no keys of the class
     "Hy3": ("first_k_dense_replace",),  # no key of the class
     "ERNIE-4.5-21B-A3B": (),
     "FlexOlmo-7x7B-1T": (),
     "Qwen3.5-35B-A3B": (),
+    "MiMo-V2-Flash": ("n_shared_experts",),  # no key of the class
+    "Mistral-Small-4-119B": (),
     "Kimi-Linear-48B-A3B": ("first_k_dense_replace", "head_dim"),  # no keys of the class
 }
 SIZES = (

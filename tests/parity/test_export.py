@@ -40,6 +40,8 @@ ROUTES = {
     "deepseek_v2": (EIGHT, {"route": "split"}),
     "minimax_m2": (EIGHT, {"route": "merge"}),
     "glm4_moe_lite": (FOUR, {"route": "merge"}),
+    "deepseek_v32": (FOUR, {"route": "split"}),
+    "glm_moe_dsa": (FOUR, {"route": "merge"}),
     "solar_open": (FOUR, {"route": "two_level_merge"}),
     "dots1": (EIGHT, {"route": "merge"}),
     "hy_v3": (FOUR, {"route": "duplicate"}),
@@ -50,6 +52,10 @@ ROUTES = {
     "qwen3_5_moe_text": (FOUR, {"route": "merge"}),
     "kimi_linear": (FOUR, {"route": "split"}),
     "gemma4_text": (FOUR, {"route": "duplicate"}),
+    "nemotron_h": (FOUR, {"route": "merge"}),
+    "afmoe": (FOUR, {"route": "merge"}),
+    "mimo_v2_flash": (FOUR, {"route": "split"}),
+    "mistral4": (FOUR, {"route": "duplicate"}),
     # Of dense models: `run_config` makes fsdp of the experts' ranks.
     "llama": (FOUR, {}),
     "mistral": (FOUR, {}),
@@ -57,8 +63,9 @@ ROUTES = {
     "qwen3": (FOUR, {}),
 }
 ALWAYS = ("mixtral", "deepseek_v3")  # grouped and latent attention
-# Adapters of parameters that share a tensor have no place in peft's form.
-JOINED = ("qwen3_next", "qwen3_5_moe_text")
+# All matrices but attention's last, which peft refuses in Mamba-2.
+MAMBA = ("attention.w_q", "attention.w_k", "attention.w_v", "attention.w_gate", "attention.w_step")
+MAMBA += ("moe.w_in", "moe.w_out", "mlp.w_in", "mlp.w_out")
 
 
 def models() -> list:
@@ -106,7 +113,7 @@ def test_transformers_computes_the_same_with_an_export(tmp_path, theirs, family,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "gemma4_text"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "gemma4_text", "mistral4"])
 def test_a_text_model_out_of_one_of_images_is_computed_and_exported(tmp_path, theirs, family):
     """The folders that transformers writes of both, and an export of what was read."""
     case = cases_of(family)[even_case(family)]
@@ -115,7 +122,7 @@ def test_a_text_model_out_of_one_of_images_is_computed_and_exported(tmp_path, th
     wanted = theirs.logits(whole, token_BT)
     text = theirs.load(tmp_path / "in")
     table = family_named(family)
-    # What transformers makes of such a folder: the text model, or for Gemma 4 again both.
+    # What transformers makes of such a folder: the text model, or for others than Qwen again both.
     assert type(text).__name__ in (table.architecture, table.around.architecture)
     np.testing.assert_array_equal(theirs.logits(text, token_BT), wanted)
     text.save_pretrained(tmp_path / "text")
@@ -179,12 +186,12 @@ def test_an_export_writes_the_text_that_generate_writes(tmp_path, theirs, capsys
     [
         pytest.param(family, marks=() if family == "mixtral" else pytest.mark.exhaustive)
         for family in FAMILIES
-        if family not in JOINED
     ],
 )
 def test_peft_computes_with_an_adapter_what_the_run_computes(tmp_path, theirs, family):
     base = golden_folder(tmp_path / "base", cases_of(family)[even_case(family)])
-    train_step, state = write_run(tmp_path / "run", base, FOUR, SHAPE)
+    targets = {"targets": MAMBA} if family == "nemotron_h" else {}
+    train_step, state = write_run(tmp_path / "run", base, FOUR, SHAPE, **targets)
     for folder, adapter in (("merged", False), ("adapter", True)):
         export_run(tmp_path / "run", tmp_path / folder, dtype="float32", adapter=adapter)
     token_BT = tokens(train_step.cfg.model.vocab_size)

@@ -16,6 +16,9 @@ from transformers.modeling_layers import MtpModel
 from tests.golden.make_models import gradient_tensors, load
 from tests.hf.random_models import draw_all, write_folder
 
+# Which is no model of texts alone there.
+WITH_IMAGES = transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration
+AutoModelForCausalLM.register(*WITH_IMAGES, exist_ok=True)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -29,6 +32,10 @@ def with_images(folder: Path, text: dict) -> torch.nn.Module:
         inside["pad_token_id"] = 0  # which stands for images in the text model's input
         images |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
         images |= {"head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
+    elif text["model_type"] == "mistral4":
+        made, kind = transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration
+        images |= {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2}
+        images |= {"head_dim": 8, "patch_size": 4, "image_size": 16}
     else:
         made, kind = transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration
         images |= {"depth": 1, "num_heads": 2, "num_position_embeddings": 4}

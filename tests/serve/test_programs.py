@@ -8,7 +8,14 @@ import pytest
 
 from moejax.comm.host import is_on_host
 from moejax.comm.jaxprs import inner_jaxprs, opened
-from moejax.config.schema import LinearConfig, LoraConfig, MemoryConfig, MeshConfig, RopeConfig
+from moejax.config.schema import (
+    IndexerConfig,
+    LinearConfig,
+    LoraConfig,
+    MemoryConfig,
+    MeshConfig,
+    RopeConfig,
+)
 from moejax.kernels.attention.cached_attention import KEYS
 from moejax.layout.layout import build_layout
 from moejax.layout.route import ROUTES
@@ -19,7 +26,16 @@ from moejax.serve.batch import Batch, Request
 from moejax.serve.programs import LONG, SHORT, no_tokens
 from moejax.serve.samples import draw_samples
 from moejax.step.state import flat
-from tests.cases import CERTAIN, GEMMA, small_config, some_of, step_for
+from tests.cases import (
+    CERTAIN,
+    GEMMA,
+    MIMO,
+    NEMOTRON,
+    TRINITY,
+    small_config,
+    some_of,
+    step_for,
+)
 from tests.hf.golden import cases_of, loaded
 from tests.serve.models import on_mesh, programs_for, random_state, weights_of
 
@@ -28,6 +44,7 @@ GROUPED = {"num_kv_heads": 2, "attention_bias": True, "qk_norm": "head", "num_la
 WINDOW = {"num_layers": 5, "sliding_window": 3, "full_attention_every": 2, "moe_every": 2}
 WINDOW |= {"attention_sinks": True, "rope_width": 2, "attention_output_bias": True}
 YARN = RopeConfig(scaling="yarn", factor=4.0, trained_length=8, mscale=1.0, mscale_all_dim=0.7)
+YARN = dataclasses.replace(YARN, query_growth=0.3)
 LATENT = {"attention": "latent", "head_width": 6, "rope_width": 2, "value_width": 4}
 LATENT |= {"kv_latent": 16, "num_layers": 2, "first_dense_layers": 1, "rope": YARN}
 DELTA = LinearConfig("gated_delta", 2, 4, key_width=6, value_width=4, convolution=3)
@@ -36,10 +53,13 @@ DELTA |= {"attention_gate": True}
 KIMI = LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=4, convolution=3)
 KIMI = LATENT | {"linear": KIMI, "full_attention_every": 2, "positions": "none"}
 KIMI.pop("rope")
+# Texts of which pieces begin where all keys are chosen, and end where not.
+SPARSE = LATENT | {"attention": "sparse", "q_latent": 8, "indexer": IndexerConfig(6, 8, keys=5)}
 FULL = {"num_kv_heads": 4, "qk_norm": "full", "num_layers": 2}
 CASES = {
     "window and sinks": ((1, 1, 1, 1), "sequence", WINDOW),
     "gated delta net": ((1, 1, 1, 1), "sequence", DELTA),
+    "sparse on all axes": ((1, 2, 2, 2), "sequence", SPARSE),
     "latent on all axes": ((1, 2, 2, 2), "replicated", LATENT | {"q_latent": 8}),
 }
 MANY = {
@@ -47,10 +67,15 @@ MANY = {
     "latent": ((1, 1, 1, 1), "sequence", LATENT),
     "grouped": ((1, 1, 1, 1), "sequence", GROUPED),
     "latent of queries too": ((1, 1, 1, 1), "sequence", LATENT | {"q_latent": 8}),
+    "sparse": ((1, 1, 1, 1), "sequence", SPARSE),
+    "sparse, activations replicated": ((1, 1, 1, 2), "replicated", SPARSE),
     "sinks on tensor": ((1, 1, 1, 4), "sequence", WINDOW | {"num_kv_heads": 4}),
     "gated delta net on expert and tensor": ((1, 1, 2, 2), "sequence", DELTA),
     "Kimi's delta attention on tensor": ((1, 1, 1, 2), "sequence", KIMI),
+    "Mamba-2 on expert and tensor": ((1, 1, 2, 2), "sequence", NEMOTRON["model"]),
     "latent on expert and tensor": ((1, 1, 2, 2), "sequence", LATENT),
+    "heads of MiMo-V2 on tensor": ((1, 1, 1, 2), "sequence", MIMO),
+    "some positions, a gate": ((1, 1, 1, 1), "sequence", TRINITY),
 }
 
 
@@ -296,7 +321,8 @@ GOLDEN = [
 REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_next"]
 REST += ["llama", "mistral", "qwen2", "qwen3", "glm4_moe_lite", "solar_open", "dots1", "hy_v3"]
 REST += ["ernie4_5_moe", "hunyuan_v1_moe", "flex_olmo", "granitemoe", "qwen3_5_moe_text"]
-REST += ["gemma4_text", "kimi_linear"]
+REST += ["gemma4_text", "kimi_linear", "nemotron_h", "deepseek_v32", "glm_moe_dsa"]
+REST += ["afmoe", "mimo_v2_flash", "mistral4"]
 GOLDEN += [pytest.param(name, None, MeshConfig(), marks=pytest.mark.exhaustive) for name in REST]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moejax.comm.weights.adapters import Adapter
-from moejax.config.schema import LinearConfig, LoraConfig
+from moejax.config.schema import IndexerConfig, LinearConfig, LoraConfig
 from moejax.errors import InputError
 from moejax.plan.trace.reader import collectives
 from moejax.step.adapters import init_adapters
@@ -22,6 +22,7 @@ from moejax.step.train_step import build_step
 from tests.cases import (
     CERTAIN,
     GEMMA,
+    NEMOTRON,
     assert_close,
     place,
     random_batch,
@@ -49,6 +50,9 @@ FACTORS = {
     "DV": ("DA", "AV"),
     "DZ": ("DA", "AZ"),
     "ZHC": ("ZA", "AHC"),
+    "ZIJ": ("ZA", "AIJ"),
+    "DJ": ("DA", "AJ"),
+    "DI": ("DA", "AI"),
     "UDO": ("UDA", "AO"),
 }
 SCALE = 1.5
@@ -56,6 +60,8 @@ GROUPED = {"qk_norm": "head"}
 # Latent attention, and multi-token prediction, which has a matrix of its own.
 LATENT = {"attention": "latent", "head_width": 10, "rope_width": 6, "value_width": 4}
 LATENT |= {"q_latent": 8, "kv_latent": 16, "predict_ahead": 1}
+# Adapters of the indexer too, which change its choice and have no gradient.
+SPARSE = LATENT | {"attention": "sparse", "indexer": IndexerConfig(heads=6, width=8, keys=5)}
 DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
 DELTA = {"linear": DELTA, "full_attention_every": 2, "attention_gate": True}
 KIMI = LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=8)
@@ -70,7 +76,8 @@ def adapted(mesh=(1, 1, 1, 1), kind="grouped", *, nodes=None, lora=None, **chang
     shared = {"num_shared_experts": 2, **CERTAIN}
     kinds = {"grouped": (GROUPED, shared), "latent": (LATENT, {**shared, **BIASES})}
     kinds |= {"gated delta net": (DELTA, shared), "norms and heads of Gemma 4": gemma}
-    kinds |= {"Kimi's delta attention": (KIMI, shared)}
+    kinds |= {"Kimi's delta attention": (KIMI, shared), "sparse": (SPARSE, shared)}
+    kinds |= {"Mamba-2, experts at a latent": (NEMOTRON["model"], NEMOTRON["moe"] | CERTAIN)}
     model, moe = model | kinds[kind][0], kinds[kind][1]
     cfg = small_config(mesh, model=model, moe=moe, **changes)
     lora = LoraConfig(**{"rank": 4, "alpha": 4 * SCALE, "targets": ("*",), **(lora or {})})
@@ -143,7 +150,9 @@ PIECES = {"train": {"micro_batches": 1, "reduction_bytes": 512}}
         ("latent", (1, 2, 2, 2), {}),
         pytest.param("gated delta net", (1, 2, 2, 2), {}, marks=LATER),
         pytest.param("Kimi's delta attention", (1, 2, 2, 2), {}, marks=LATER),
+        pytest.param("sparse", (1, 2, 2, 2), {}, marks=LATER),
         pytest.param("norms and heads of Gemma 4", (1, 2, 2, 2), {}, marks=LATER),
+        pytest.param("Mamba-2, experts at a latent", (1, 2, 2, 2), {}, marks=LATER),
         pytest.param("grouped", (2, 2, 2, 1), PIECES, marks=LATER),
         pytest.param("latent", (1, 2, 2, 2), WHOLE, marks=LATER),
         pytest.param("latent", (2, 2, 1, 2), {"nodes": 4}, marks=LATER),
@@ -155,7 +164,7 @@ def test_gradients_of_adapters_follow_from_those_of_the_whole_weights(kind, mesh
     got, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
     bound = TERMS * np.finfo(np.float32).eps
     np.testing.assert_allclose(parts.nll, wanted_parts.nll, rtol=bound)
-    if kind == "latent":
+    if kind in ("latent", "sparse"):
         np.testing.assert_allclose(parts.ahead, wanted_parts.ahead, rtol=bound)
     assert_close(flat(got), flat(gradients), terms=TERMS)
 

@@ -12,12 +12,15 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config.schema import LinearConfig, MoEConfig, RopeConfig
+from moejax.config.schema import IndexerConfig, LinearConfig, MoEConfig, RopeConfig
 from moejax.layout.route import ROUTES
 from tests.annotations import without_annotations
 from tests.cases import (
     CERTAIN,
     GEMMA,
+    MIMO,
+    NEMOTRON,
+    TRINITY,
     assert_close,
     one_device_state,
     part_of,
@@ -96,6 +99,8 @@ KINDS = [
             "sliding_window": 5,
             "full_attention_every": 2,
             "remat": "full",
+            # Queries that grow with the position (Mistral 4).
+            "rope": RopeConfig(query_growth=0.3, trained_length=3),
         }
     },
     {
@@ -160,6 +165,22 @@ KINDS = [
         }
     },
     GEMMA,
+    # Five of up to sixteen keys, which an indexer chooses (DeepSeek-V3.2).
+    {
+        "model": {
+            "num_layers": 2,
+            "attention": "sparse",
+            "head_width": 10,
+            "rope_width": 6,
+            "value_width": 4,
+            "q_latent": 8,
+            "kv_latent": 16,
+            "indexer": IndexerConfig(heads=6, width=8, keys=5),
+        }
+    },
+    NEMOTRON,
+    {"model": MIMO},
+    {"model": TRINITY},
 ]
 
 
@@ -170,7 +191,7 @@ CASES = [
     Case((1, 8, 1, 1), 2, k=1, kinds=(12,)),
     Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
     Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "duplicate", (1, 2), 8, kinds=(10, 11, 12, 13)),
-    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7)),
+    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "split", (3, 2), kinds=(3, 7, 21)),
     Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(16,)),
     Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11, 14)),
     Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1), kinds=(11, 12, 14)),
@@ -193,6 +214,11 @@ CASES = [
     Case((1, 2, 2, 2), 1, kinds=(16,)),
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(17,)),
     Case((1, 1, 4, 2), 2, ("replicated", "hidden"), "duplicate", kinds=(17,)),
+    Case((1, 2, 2, 2), 1, route="merge", kinds=(18,)),
+    Case((1, 1, 2, 4), 1, ("replicated", "hidden"), kinds=(11, 18)),
+    Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(19,)),
+    Case((1, 1, 2, 4), 1, ("replicated", "hidden"), "duplicate", kinds=(19,)),
+    Case((1, 2, 2, 2), 1, kinds=(20,)),
 ]
 
 MESHES = [
@@ -211,7 +237,7 @@ LAYOUTS += [("replicated", "hidden"), ("replicated", "folded")]
 # Three axes, most kinds of blocks and losses, and overflow rounds: what `make test` runs.
 USUAL = [CASES[number] for number in (5, 17)]
 # For `make test-all CASES=every`.
-RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25), 26)]
+RARE = [CASES[number] for number in (1, 3, 8, 10, 11, 12, 15, *range(19, 25), 26, 28)]
 
 
 def how_often(case):

@@ -127,13 +127,25 @@ def _check_tables(model: ModelConfig) -> None:
             "one. Write as many, or none.",
         )
     require(
-        not model.layer_mlps or (model.expert_layers > 0 and model.moe_every is not None),
+        not model.layer_mlps
+        or (model.has_experts and model.moe_every is not None)
+        or ("none" in model.layer_mlps and not model.has_experts and model.moe_every is None),
         "`model.layer_mlps` names no block with experts, or `model.moe_every` is none. Leave the "
-        "table out for a dense model, and moe_every at 1 with a table.",
+        "table out for a dense model, and moe_every at 1 with a table of experts.",
     )
     table = model.layer_attention
     require(
-        not table or not {"window", "linear"}.isdisjoint(table),
+        ("none", "none") not in zip(table, model.layer_mlps, strict=False),
+        "`model.layer_attention` and `model.layer_mlps` both have none for a layer. Each layer has "
+        "attention, an MLP or experts. Leave out layers without any.",
+    )
+    require(
+        "none" not in table + model.layer_mlps or not model.predict_ahead,
+        "`model.predict_ahead` has a block like the last one, and some layers have attention or an "
+        "MLP alone. Set model.predict_ahead=0.",
+    )
+    require(
+        not table or not {"window", "linear", "none"}.isdisjoint(table),
         "`model.layer_attention` leaves no block its window. Leave it out, and set "
         "model.sliding_window=none.",
     )

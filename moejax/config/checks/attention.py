@@ -10,6 +10,8 @@ def check_attention(cfg: Config) -> None:
     model = cfg.model
     if model.is_latent:
         _check_latent(model)
+        if model.is_sparse:
+            _check_sparse(model)
     else:
         require(
             model.num_heads % model.num_kv_heads == 0,
@@ -44,6 +46,11 @@ def _check_full(model: ModelConfig) -> None:
         f"`model.full_attention.num_kv_heads` = {heads}. Choose {divisors_text(model.num_heads)}.",
     )
     turned, width = own.turned_channels, own.head_width or model.head_width
+    require(
+        not own.keys_are_values or model.value_width in (None, width),
+        f"`model.value_width` = {model.value_width} is not the {width} channels of a key, and "
+        "`model.full_attention.keys_are_values` is true. Set model.value_width=none.",
+    )
     if turned is None:
         return
     require(
@@ -76,7 +83,8 @@ def _check_latent(model: ModelConfig) -> None:
     for name in ("kv_latent", "rope_width"):
         require(
             getattr(model, name) is not None,
-            f"`model.{name}` is none, but `model.attention` is latent, which needs it. Set it as "
+            f"`model.{name}` is none, but `model.attention` is {model.attention}, which needs it. "
+            "Set it as "
             "the model's paper says, or model.attention=grouped.",
         )
     require(
@@ -84,6 +92,24 @@ def _check_latent(model: ModelConfig) -> None:
         f"`model.rope_width` = {model.rope_width} leaves none of `model.head_width` = "
         f"{model.head_width} for the part that does not rotate. In latent attention head_width is "
         "the sum of both: raise it, or lower rope_width.",
+    )
+
+
+def _check_sparse(model: ModelConfig) -> None:
+    require(
+        model.q_latent is not None,
+        "`model.q_latent` is none, but `model.attention` is sparse, whose indexer has queries from "
+        "it. Set it as the model's paper says, or model.attention=latent.",
+    )
+    require(
+        model.sliding_window is None,
+        f"`model.sliding_window` is {model.sliding_window}, and `model.attention` is sparse. Its "
+        "indexer chooses among all earlier keys. Set model.sliding_window=none.",
+    )
+    require(
+        model.rotated_channels <= model.indexer.width,
+        f"`model.rope_width` = {model.rope_width} is more than `model.indexer.width` = "
+        f"{model.indexer.width}. As many channels of the indexer's heads rotate. Raise the second.",
     )
 
 

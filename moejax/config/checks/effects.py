@@ -102,12 +102,18 @@ _OF_MESH: tuple[_Effect, ...] = (
 # Settings of `model.rope`, and the values of its `scaling` that read them.
 _SCALINGS = {
     "factor": ("linear", "llama3", "yarn"),
-    "trained_length": ("llama3", "yarn"),
     "low_frequency_factor": ("llama3",),
     "high_frequency_factor": ("llama3",),
     **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor"), ("yarn",)),
     **dict.fromkeys(("mscale", "mscale_all_dim"), ("yarn",)),
 }
+
+
+def _some_windows(cfg: Config) -> bool:
+    """Returns whether some blocks have a window, and some have none."""
+    has_both = {"full", "window"}.issubset(layer_attention(cfg.model))
+    return cfg.model.sliding_window is not None and has_both
+
 
 _OF_MODEL: tuple[_Effect, ...] = (
     (
@@ -142,9 +148,14 @@ _OF_MODEL: tuple[_Effect, ...] = (
         "`moe.router.num_groups` is 1",
     ),
     (
-        "model.q_latent model.kv_latent model.value_width",
+        "model.q_latent model.kv_latent",
         lambda cfg: cfg.model.is_latent,
         "`model.attention` is not latent",
+    ),
+    (
+        "model.indexer. train.indexer_loss",
+        lambda cfg: cfg.model.is_sparse,
+        "`model.attention` is not sparse, so there is no indexer",
     ),
     (
         "model.num_kv_heads",
@@ -168,17 +179,30 @@ _OF_MODEL: tuple[_Effect, ...] = (
         "`model.attention` is latent, which has norms on its latents, no biases, sinks or gate",
     ),
     (
-        "model.value_norm model.full_attention.",
+        "model.value_norm model.value_scale model.full_attention.",
         lambda cfg: not cfg.model.is_latent,
-        "`model.attention` is latent, whose heads are alike in all blocks",
+        "`model.attention` is latent: heads are alike in all blocks, and values as they are",
+    ),
+    ("model.full_attention.", _some_windows, "no block has a window, or all have"),
+    (
+        "model.full_attention.theta model.full_attention.turned_channels",
+        lambda cfg: cfg.model.positions != "window",
+        "`model.positions` is window, so blocks without one have no positions",
     ),
     (
-        "model.full_attention.",
-        lambda cfg: (
-            cfg.model.sliding_window is not None
-            and {"full", "window"}.issubset(layer_attention(cfg.model))
-        ),
-        "no block has a window, or all have one",
+        "model.full_attention.sinks",
+        lambda cfg: cfg.model.attention_sinks,
+        "`model.attention_sinks` is false, so no block has sinks",
+    ),
+    (
+        "model.positions",
+        lambda cfg: cfg.model.positions != "window" or _some_windows(cfg),
+        "no block has a window, or all have",
+    ),
+    (
+        "model.positions",
+        lambda cfg: cfg.model.positions != "window" or not cfg.model.is_latent,
+        "`model.attention` is latent, whose heads are alike in all blocks",
     ),
     (
         "model.full_attention_every",
@@ -187,13 +211,27 @@ _OF_MODEL: tuple[_Effect, ...] = (
     ),
     (
         "model.full_attention_every model.layer_attention",
-        lambda cfg: cfg.model.sliding_window is not None or cfg.model.is_linear,
+        lambda cfg: (
+            cfg.model.sliding_window is not None
+            or cfg.model.is_linear
+            or "none" in cfg.model.layer_attention
+        ),
         "`model.sliding_window` is none, so every block attends without a window",
     ),
     (
         " ".join(f"model.linear.{field.name}" for field in fields_of(LinearConfig)[1:]),
         lambda cfg: cfg.model.is_linear,
         "`model.linear.form` is none, so no block has linear attention",
+    ),
+    (
+        "model.linear.convolution_bias model.linear.least_step",
+        lambda cfg: cfg.model.linear.form == "mamba2",
+        "only `model.linear.form` mamba2 reads it",
+    ),
+    (
+        "model.rope.trained_length",
+        lambda cfg: cfg.model.rope.scaling in ("llama3", "yarn") or cfg.model.rope.query_growth > 0,
+        "only `model.rope.scaling` llama3 or yarn and `model.rope.query_growth` read it",
     ),
     *(
         (

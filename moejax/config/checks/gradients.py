@@ -31,7 +31,8 @@ def check_gradients(cfg: Config) -> None:
     length, window = cfg.data.sequence_length, model.sliding_window
     name = "data.sequence_length" if length == 1 else "model.sliding_window"
     require(
-        model.attention_sinks or (length > 1 and window != 1),
+        (model.attention_sinks and (model.full_attention.sinks or length > 1))
+        or (length > 1 and window != 1),
         f"`{name}` = 1 lets a position attend to itself alone, with a weight of one, whatever "
         "query and key are. The loss then gives them no gradient. Choose at least 2.",
     )

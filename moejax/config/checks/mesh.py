@@ -151,6 +151,7 @@ def check_width(cfg: Config) -> None:
     sizes = {"width": model.width, "q_latent": model.q_latent, "kv_latent": model.kv_latent}
     if model.linear.form == "kimi_delta":
         sizes["linear.value_width"] = model.linear.value_width
+    sizes = {f"model.{name}": size for name, size in sizes.items()} | {"moe.latent": cfg.moe.latent}
     axes = ("stage", "fsdp", "expert") if mesh.stage > 1 else ("fsdp", "expert")
     shards = math.prod(getattr(mesh, axis) for axis in axes)
     names = " x ".join(f"mesh.{axis}" for axis in axes)
@@ -158,8 +159,8 @@ def check_width(cfg: Config) -> None:
     for name, size in sizes.items():
         require(
             size is None or size % shards == 0,
-            f"`model.{name}` = {size} is not divisible by {names} = {product} = {shards}. Choose "
-            f"{multiples(size or 0, shards)} for model.{name}, or smaller axes.",
+            f"`{name}` = {size} is not divisible by {names} = {product} = {shards}. Choose "
+            f"{multiples(size or 0, shards)} for {name}, or smaller axes.",
         )
 
 
@@ -190,6 +191,11 @@ def check_context(cfg: Config) -> None:
         not cfg.model.is_linear,
         f"`mesh.context` is {mesh.context} and `model.linear.form` is {cfg.model.linear.form}. The "
         "states of linear attention do not pass from device to device. Set mesh.context=1.",
+    )
+    require(
+        not cfg.model.is_sparse,
+        f"`mesh.context` is {mesh.context} and `model.attention` is sparse. Its indexer chooses "
+        "among keys of the whole sequence, which a device has alone. Set mesh.context=1.",
     )
     own, ranks = length // mesh.context, mesh.tensor * mesh.stage
     require(

@@ -31,9 +31,11 @@ class MixerSizes(NamedTuple):
 
 
 def _grouped_matrices(model: ModelConfig) -> list[Matrix]:
-    D, H, C = model.width, model.num_heads, model.head_width
-    keys = [(D, model.num_kv_heads * C)] * (1 if model.full_attention.keys_are_values else 2)
-    return [(D, H * C)] * (2 if model.attention_gate else 1) + [*keys, (H * C, D)]
+    D, H, G = model.width, model.num_heads, model.num_kv_heads
+    C, V = model.head_width, model.value_channels
+    queries = [(D, H * C), *([(D, H * V)] if model.attention_gate else [])]
+    values = [] if model.full_attention.keys_are_values else [(D, G * V)]
+    return [*queries, (D, G * C), *values, (H * V, D)]
 
 
 def _latent_matrices(model: ModelConfig) -> list[Matrix]:
@@ -46,6 +48,12 @@ def _latent_matrices(model: ModelConfig) -> list[Matrix]:
         (latent, H * (C - rotated + model.value_channels)),
         (H * model.value_channels, D),
     ]
+
+
+def _sparse_matrices(model: ModelConfig) -> list[Matrix]:
+    D, own, q_latent = model.width, model.indexer, model.q_latent or 0
+    indexer = [(q_latent, own.heads * own.width), (D, own.width), (D, own.heads)]
+    return _latent_matrices(model) + indexer
 
 
 def _delta_matrices(model: ModelConfig) -> list[Matrix]:
@@ -61,6 +69,12 @@ def _kimi_matrices(model: ModelConfig) -> list[Matrix]:
     narrow = linear.value_width
     gates = [(D, linear.value_heads), (D, narrow), (narrow, keys), (D, narrow), (narrow, values)]
     return [(D, keys), (D, keys), (D, values), *gates, (values, D)]
+
+
+def _mamba_matrices(model: ModelConfig) -> list[Matrix]:
+    D, linear = model.width, model.linear
+    keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
+    return [(D, keys), (D, keys), (D, values), (D, values), (D, linear.value_heads), (values, D)]
 
 
 def _delta_heads(model: ModelConfig) -> dict[str, int]:
@@ -84,26 +98,39 @@ MIXERS: dict[str, MixerSizes] = {
         },
     ),
     "latent": MixerSizes(_latent_matrices, lambda model: {"num_heads": model.num_heads}),
+    "sparse": MixerSizes(_sparse_matrices, lambda model: {"num_heads": model.num_heads}),
     "gated_delta": MixerSizes(_delta_matrices, _delta_heads),
     "kimi_delta": MixerSizes(_kimi_matrices, _delta_heads),
+    "mamba2": MixerSizes(_mamba_matrices, _delta_heads),
+    "none": MixerSizes(lambda model: [], lambda model: {}),
 }
+
+
+def mlp_parameters(cfg: Config) -> tuple[int, int, int]:
+    """Returns the parameters of matrices of a dense MLP, of a block's experts, and beside these.
+
+    Beside them are shared experts and projections to the experts' width; the router is left out.
+    """
+    model, moe, D = cfg.model, cfg.moe, cfg.model.width
+    each, width = model.hidden_inputs + 1, moe.latent or D
+    beside = D * (each * moe.shared_width + 2 * (moe.latent or 0))
+    experts = each * width * moe.num_experts * moe.expert_hidden
+    return each * D * model.mlp_hidden, experts, beside
 
 
 def parameters_of(cfg: Config) -> int:
     """Returns a model's number of parameters without norms and biases."""
-    model, moe, D = cfg.model, cfg.moe, cfg.model.width
+    model, D = cfg.model, cfg.model.width
     mixers = [_matrices(model, kind) for kind in block_kinds(model)]
-    dense = 3 * D * model.mlp_hidden
-    hidden = moe.num_experts * moe.expert_hidden + moe.shared_width
-    sparse = D * moe.num_experts + 3 * D * hidden
-    layers = model.expert_layers
+    dense, experts, beside = mlp_parameters(cfg)
+    sparse, mlps = D * cfg.moe.num_experts + experts + beside, model.mlps
     embedding = model.vocab_size * D * (1 if model.tie_embeddings else 2)
     ahead = 2 * D * D + _products(mixers[-1]) + (sparse if model.ends_in_experts else dense)
     return (
         embedding
         + sum(map(_products, mixers))
-        + (model.num_layers - layers) * dense
-        + layers * sparse
+        + mlps.count("dense") * dense
+        + mlps.count("experts") * sparse
         + model.predict_ahead * ahead
     )
 

@@ -81,6 +81,17 @@ def _check_parts(cfg: Config) -> None:
         f"`mesh.stage` is {cfg.mesh.stage}. Stages share the positions of that block, and a state "
         "does not pass between them. Set model.predict_ahead=0 or mesh.stage=1.",
     )
+    require(
+        not (model.predict_ahead and model.is_sparse),
+        "`model.predict_ahead` has a block of sparse attention, as the last layer has, and "
+        f"`mesh.stage` is {cfg.mesh.stage}. Stages share the positions of that block, and its "
+        "indexer needs all. Set model.predict_ahead=0 or mesh.stage=1.",
+    )
+    require(
+        not cfg.train.indexer_loss,
+        f"`train.indexer_loss` is {cfg.train.indexer_loss}, and `mesh.stage` is {cfg.mesh.stage}. "
+        "Stages do not add the indexers' loss. Set train.indexer_loss=0 or mesh.stage=1.",
+    )
     if cfg.mesh.stage_slices > 1:
         _check_slices(cfg)
 
@@ -89,9 +100,19 @@ def _check_slices(cfg: Config) -> None:
     """Refuses settings that slices of a sequence do not support."""
     slices = f"`mesh.stage_slices` is {cfg.mesh.stage_slices}"
     require(
+        "none" not in cfg.model.layer_attention,
+        f"`model.layer_attention` has none, and {slices}. Slices take keys and values of every "
+        "layer. Set mesh.stage_slices=1.",
+    )
+    require(
         not cfg.model.is_linear,
         f"`model.linear.form` is {cfg.model.linear.form}, and {slices}. The states of linear "
         "attention do not pass from slice to slice. Set mesh.stage_slices=1.",
+    )
+    require(
+        not cfg.model.is_sparse,
+        f"`model.attention` is sparse, and {slices}. Its indexer needs keys of the whole sequence. "
+        "Set mesh.stage_slices=1.",
     )
     usual = (
         ("mesh.schedule", "1f1b", "Slices go back in the opposite order, in 1f1b alone."),

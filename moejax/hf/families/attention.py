@@ -96,6 +96,7 @@ class BothBiases:
 class LatentHeads:
     """Heads of latent attention: their plain, rotating and value channels."""
 
+    form: str = "latent"  # model.attention
     keys: tuple[str, ...] = (
         "qk_nope_head_dim",
         "qk_rope_head_dim",
@@ -116,7 +117,7 @@ class LatentHeads:
                 f"attention it is `num_attention_heads`, {heads}. Correct config.json."
             )
         return {
-            "model.attention": "latent",
+            "model.attention": self.form,
             "model.head_width": plain + rotated,
             "model.rope_width": rotated,
             "model.value_width": values,
@@ -125,8 +126,8 @@ class LatentHeads:
         }
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        if settings.get("model.attention") != "latent":
-            raise InputError("`model.attention` is grouped")
+        if settings.get("model.attention") != self.form:
+            raise InputError(f"`model.attention` is {settings.get('model.attention')}")
         rotated, head = settings["model.rope_width"], settings["model.head_width"]
         return {
             "qk_nope_head_dim": head - rotated,
@@ -136,6 +137,12 @@ class LatentHeads:
             "q_lora_rank": settings["model.q_latent"],
             "num_key_value_heads": settings["model.num_heads"],
         }
+
+
+def latent_channels(config: Config) -> tuple[int, int]:
+    """Returns the channels of a head that rotate in latent attention, and all of a head."""
+    plain, rotated = (whole_number(config, name) for name in LatentHeads.keys[:2])
+    return rotated, plain + rotated
 
 
 @dataclass(frozen=True)
@@ -171,18 +178,23 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class RootScale:
-    """Embeddings times the root of their width (Gemma), without a key."""
+    """Embeddings times the root of their width (Gemma).
+
+    Attributes:
+      keys: a key without which there is no such factor (AFMoE); (): it is always there.
+    """
 
     keys: tuple[str, ...] = ()
 
     def read(self, config: Config) -> dict[str, Any]:
-        return {"model.embedding_scale": whole_number(config, "hidden_size") ** 0.5}
+        on = not self.keys or value_of(config, self.keys, False)
+        return {"model.embedding_scale": whole_number(config, "hidden_size") ** 0.5 if on else 1.0}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         scale, root = settings["model.embedding_scale"], settings["model.width"] ** 0.5
-        if scale != root:
+        if scale not in ((root, 1.0) if self.keys else (root,)):
             raise InputError(f"`model.embedding_scale` is {scale}. It is the width's root, {root}")
-        return {}
+        return {key: scale == root for key in self.keys}
 
 
 @dataclass(frozen=True)
@@ -249,6 +261,37 @@ def full_heads(config: Config) -> dict[str, int]:
 
 def _whole(numbers: dict[str, Any]) -> dict[str, int]:
     return {key: whole_number(numbers, key) for key in numbers}
+
+
+@dataclass(frozen=True)
+class WindowHeads:
+    """Keys and values of blocks with a window, twice as many as in others (MiMo); their width."""
+
+    keys: tuple[str, ...] = (
+        "num_key_value_heads",
+        "swa_num_key_value_heads",
+        "v_head_dim",
+        "swa_v_head_dim",
+    )
+
+    def read(self, config: Config) -> dict[str, Any]:
+        full, near = whole_number(config, self.keys[0]), config.get(self.keys[1])
+        if near not in (None, 2 * full):
+            raise InputError(
+                f"`{self.keys[1]}` is {short(near)}. transformers reads twice "
+                f"`{self.keys[0]}`, {2 * full}. Choose another model."
+            )
+        return {
+            "model.num_kv_heads": 2 * full,
+            "model.full_attention.num_kv_heads": full,
+            "model.full_attention.sinks": False,
+            "model.value_width": value_of(config, self.keys[2:]),
+        }
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        near = settings["model.num_kv_heads"]
+        width = settings["model.value_width"] or settings["model.head_width"]
+        return dict(zip(self.keys, (near // 2, near, width, width), strict=True))
 
 
 @dataclass(frozen=True)

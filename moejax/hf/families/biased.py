@@ -1,7 +1,8 @@
 """Tables of families whose routers have a selection bias, with grouped attention.
 
 Read `tables` first. Sources: Zhipu AI 2025 (GLM-4.5), MiniMax 2025, Upstage 2026 (Solar Open),
-rednote-hilab 2025 (dots.llm1), Tencent 2026 (Hy3), Baidu 2025 (ERNIE 4.5).
+rednote-hilab 2025 (dots.llm1), Tencent 2026 (Hy3), Baidu 2025 (ERNIE 4.5), Arcee AI 2025 (AFMoE),
+Xiaomi 2025 (MiMo-V2-Flash).
 """
 
 from moejax.hf.families.attention import (
@@ -9,31 +10,43 @@ from moejax.hf.families.attention import (
     BothBiases,
     HeadNorm,
     HeadWidth,
+    RootScale,
     SoftmaxAttention,
+    WindowHeads,
 )
-from moejax.hf.families.blocks import FIRST_DENSE, LayerRange, LayerTypes, MlpTypes
+from moejax.hf.families.blocks import (
+    FIRST_DENSE,
+    FULL,
+    SLIDING,
+    FirstFull,
+    FullWithoutPositions,
+    LayerRange,
+    LayerTypes,
+    MlpTypes,
+)
 from moejax.hf.families.experts import (
     CHOICES,
-    PAPER,
     SHARED_EXPERTS,
     Balance,
     DenseHidden,
     Groups,
     SequenceBalance,
 )
-from moejax.hf.families.family import Family
-from moejax.hf.families.parts import NOISE, Always, Same
-from moejax.hf.families.rope import POSITIONS, Rope
+from moejax.hf.families.family import COMMON, Family
+from moejax.hf.families.parts import NOISE, PAPER, Always, Numbered, Same, Twice
+from moejax.hf.families.rope import POSITIONS, Rope, TwoBases
 from moejax.hf.families.tensors import (
     BIASED,
     DENSE,
     EXPERTS,
+    FOUR_NORMS,
     FUSED,
     GROUPED,
     NORMS,
     PAIRED,
     ROOT,
     SHARED,
+    SINKS,
     SPARSE_EXPERTS,
     mlp,
     router,
@@ -301,4 +314,113 @@ ERNIE4_5_MOE = Family(
     experts=(EXPERTS, FUSED),
     ahead="num_nextn_predict_layers",
     ahead_tensors=r"model\.mtp_.+",
+)
+
+AFMOE = Family(
+    name="afmoe",
+    architecture="AfmoeForCausalLM",
+    parts=(
+        CHOICES,
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(),
+        BothBiases(),
+        FullWithoutPositions(),
+        RootScale(keys=("mup_enabled",)),
+        DenseHidden(),
+        SequenceBalance(default=PAPER, dense="num_dense_layers"),
+        Same("num_dense_layers", "model.first_dense_layers", default=1),
+        Same("num_shared_experts", "moe.num_shared_experts", positive=True),
+        Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("route_scale", "moe.router.weight_scale", default=1.0),
+        Always("route_norm", True),
+        Always("score_func", "sigmoid"),
+        *(
+            Always(name, 1)
+            for name in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
+        ),
+    ),
+    implied={
+        "model.attention_gate": True,
+        "model.block_norm": "both",
+        "model.moe_every": 1,
+        "model.qk_norm": "head",
+        "moe.router.renormalize": True,
+        "moe.router.score": "sigmoid",
+    },
+    # A coefficient of training, and which kernel computes the experts.
+    unused=("load_balance_coeff", "use_grouped_mm"),
+    missing={"head_dim": 128, "num_shared_experts": 2, "sliding_window": 1024},
+    null={"layer_types": None, "num_key_value_heads": None, **POSITIONS},
+    rules=(
+        *ROOT,
+        *FOUR_NORMS,
+        *GROUPED,
+        Rule("attention.w_gate", "self_attn.gate_proj.weight", "HC D"),
+        *DENSE,
+        *SHARED,
+        *router("mlp.router."),
+        *selection_bias("mlp.expert_bias"),
+    ),
+    experts=(EXPERTS, FUSED),
+)
+
+MIMO_V2_FLASH = Family(
+    name="mimo_v2_flash",
+    architecture="MiMoV2FlashForCausalLM",
+    parts=(
+        CHOICES,
+        Twice("num_attention_heads", "model.num_heads", also=("swa_num_attention_heads",)),
+        Twice("head_dim", "model.head_width", also=("swa_head_dim",)),
+        Twice("rms_norm_eps", "model.norm_epsilon", also=("layernorm_epsilon",)),
+        WindowHeads(),
+        TwoBases(),
+        Numbered(FirstFull(), "layer_types", "hybrid_layer_pattern", (FULL, SLIDING)),
+        Numbered(MlpTypes(), "mlp_layer_types", "moe_layer_freq", ("dense", "sparse")),
+        DenseHidden(),
+        Groups(),
+        SequenceBalance(default=PAPER),
+        Same("attention_bias", "model.attention_bias", default=False),
+        Same("attention_value_scale", "model.value_scale", default=0.707),
+        Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
+        Same("moe_intermediate_size", "moe.expert_hidden"),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        Always("add_full_attention_sink_bias", False),
+        Always("add_swa_attention_sink_bias", True),
+        Always("n_shared_experts", None, others=(0,)),
+        Always("topk_method", "noaux_tc"),
+        Always("scoring_func", "sigmoid"),
+    ),
+    common=tuple(part for part in COMMON if "rms_norm_eps" not in part.keys),
+    implied={"model.attention_sinks": True, "moe.router.score": "sigmoid"},
+    unused=("attention_chunk_size", "hybrid_block_size"),
+    missing={
+        "head_dim": 192,
+        "n_group": 1,
+        "num_key_value_heads": 4,
+        "sliding_window": 129,
+        "topk_group": 1,
+        "v_head_dim": 128,
+    },
+    null={
+        "attention_value_scale": 1.0,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "rope_parameters": None,
+        "routed_scaling_factor": 1.0,
+        "sliding_window_size": None,
+    },
+    rules=(
+        *ROOT,
+        *NORMS,
+        *(rule for rule in GROUPED if "sinks" not in rule.ours),
+        SINKS,
+        *DENSE,
+        *router("mlp."),
+        *selection_bias("mlp.gate.e_score_correction_bias"),
+    ),
+    experts=(EXPERTS, FUSED),
+    ahead_tensors=r"model\.mtp\..+",
 )

@@ -1,6 +1,6 @@
 """Parts of `config.json` that say how blocks differ: experts or dense, with a window or without."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from moejax.config.pattern import (
 )
 from moejax.config.schema import LinearConfig, ModelConfig
 from moejax.errors import InputError
-from moejax.hf.families.parts import Config, Same, Settings, value_of, whole_number
+from moejax.hf.families.parts import Config, Same, Settings, whole_number
 
 FIRST_DENSE = Same("first_k_dense_replace", "model.first_dense_layers")  # the others have experts
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -65,7 +65,7 @@ class MlpTypes:
     Files name the number of dense blocks at the start too, which nothing else may contradict.
 
     Attributes:
-      counts: whether that number says it where there is no list (Kimi Linear).
+      counts: whether that number says it where there is no list (Kimi Linear, DeepSeek-V3.2).
     """
 
     counts: bool = False
@@ -121,6 +121,29 @@ def mlp_types(config: Config) -> tuple[str, ...]:
 def _first_dense(dense: Any, layers: int) -> tuple[str, ...]:
     count = min(dense, layers) if type(dense) is int and dense >= 0 else 0
     return ("dense",) * count + ("experts",) * (layers - count)
+
+
+@dataclass(frozen=True)
+class OwnIndexers:
+    """Lists of layers that say that each chooses keys by an indexer of its own (GLM-5).
+
+    Sharing of choices between layers (GLM-5.2) is refused, in each way that files have for it.
+    """
+
+    keys: tuple[str, ...] = ("layer_types", "indexer_types", "index_topk_pattern")
+
+    def read(self, config: Config) -> dict[str, Any]:
+        for key, own in zip(self.keys, ("indexed_attention", "full", "F"), strict=True):
+            given = config.get(key)
+            if given is not None and set(map(repr, given)) != {repr(own)}:
+                raise InputError(
+                    f"`{key}` is {short(given)}. moejax computes {own} in all layers, where each "
+                    "has an indexer of its own, only. Choose another model."
+                )
+        return {}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        return {key: base[key] for key in self.keys if key in base}
 
 
 @dataclass(frozen=True)
@@ -291,118 +314,75 @@ class LastFull(LayerTypes):
 
 
 @dataclass(frozen=True)
-class LinearTypes:
-    """Linear attention in some blocks, which `layer_types` lists, or all but each n-th.
+class FullWithoutPositions(LayerTypes):
+    """A window and positions in all blocks but each n-th, or as `layer_types` says (AFMoE).
 
     Attributes:
-      form: value of `model.linear.form`.
-      every: n, where the file does not say.
+      every: key of n.
+      default: n where the file does not say.
     """
 
-    form: str
-    every: int = 4
-    keys: tuple[str, ...] = ("layer_types", "full_attention_interval")
+    every: str = "global_attn_every_n_layers"
+    default: int = 4
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*super().keys, self.every)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        types = self._types(config)
+        some = "window" if FULL in types else "rotary"
+        return {**super().read(config), "model.positions": some if SLIDING in types else "none"}
+
+    def _types(self, config: Config) -> list[str]:
+        layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
+        if given is None:
+            every = whole_number({self.every: self.default, **config}, self.every)
+            given = [SLIDING if (index + 1) % every else FULL for index in range(layers)]
+        return super()._types({**config, "layer_types": given})
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        # Beside `layer_types` n means nothing.
+        return {**super().write(settings, base), self.every: base.get(self.every, self.default)}
+
+
+@dataclass(frozen=True)
+class FirstFull(LayerTypes):
+    """A window in all blocks but the first and each n-th, or as `layer_types` says (MiMo).
+
+    `sliding_window_size` counts the positions before a query's own, which `sliding_window` has too.
+
+    Attributes:
+      every: n.
+    """
+
+    every: int = 6
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*super().keys, "sliding_window_size")
 
     def read(self, config: Config) -> dict[str, Any]:
         layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
         if given is None:
-            every = whole_number({"full_attention_interval": self.every, **config}, self.keys[1])
-            given = [LINEAR if (index + 1) % every else FULL for index in range(layers)]
-        if (
-            not isinstance(given, Sequence)
-            or len(given) != layers
-            or not {FULL, LINEAR}.issuperset(given)
-            or LINEAR not in given
-        ):
+            full = [index == 0 or (index + 1) % self.every == 0 for index in range(layers)]
+            given = [FULL if each else SLIDING for each in full]
+        if {FULL, SLIDING} != set(self._types({**config, "layer_types": given})):
             raise InputError(
-                f"`layer_types` is {short(given)}. It must say {LINEAR} or {FULL} for each of "
-                f"{layers} layers, and {LINEAR} for some. Correct config.json."
+                f"`layer_types` is {short(given)}. moejax computes models of this family with "
+                f"{SLIDING} and {FULL}. Choose another model."
             )
-        sees = tuple("full" if kind == FULL else "linear" for kind in given)
-        found = {f"model.{key}": value for key, value in shortest_attention(sees, None).items()}
-        return {"model.linear.form": self.form, **found}
+        window = {"sliding_window": self._window(config)}
+        return super().read({**config, **window, "layer_types": given})
+
+    def _window(self, config: Config) -> int:
+        if config.get("sliding_window_size") is None:
+            return whole_number(config, "sliding_window")
+        return whole_number(config, "sliding_window_size") + 1
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        if settings["model.linear.form"] != self.form:
-            raise InputError(f"`model.linear.form` is {settings['model.linear.form']}")
-        cfg = blocks_of(settings)
-        given = {key: base[key] for key in self.keys if key in base}
-        if given and blocks_of({**settings, **self.read(base)}) == cfg:
-            return given  # two files may say the same
-        return {
-            "layer_types": [FULL if seen == "full" else LINEAR for seen in layer_attention(cfg)]
-        }
-
-
-@dataclass(frozen=True)
-class KimiLayers:
-    """Linear attention in some blocks, by `layer_types` or by the lists of `linear_attn_config`.
-
-    Layers are counted from 1 in the lists. Sizes stand beside either.
-    """
-
-    keys: tuple[str, ...] = (
-        "layer_types",
-        "linear_attn_config",
-        "linear_head_dim",
-        "linear_num_heads",
-        "linear_conv_kernel_dim",
-    )
-    types = LinearTypes("kimi_delta")
-
-    def read(self, config: Config) -> dict[str, Any]:
-        inside = config.get("linear_attn_config", {})
-        names = dict(zip(INSIDE, self.keys[2:], strict=True))
-        if not isinstance(inside, Mapping) or not {*LISTS, *names}.issuperset(inside):
-            raise InputError(
-                f"`linear_attn_config` is {short(inside)}. moejax knows {', '.join(LISTS)}, "
-                f"{', '.join(names)} in it. Choose another model, or remove what changes nothing."
-            )
-        sizes = [
-            value_of({key: inside.get(key), name: config.get(name)}, (name, key), default)
-            for (key, name), default in zip(names.items(), (128, 32, 4), strict=True)
-        ]
-        width, heads, convolution = sizes
-        return {
-            **self.types.read({**config, "layer_types": _kimi_types(config, inside)}),
-            **dict.fromkeys(("model.linear.key_heads", "model.linear.value_heads"), heads),
-            **dict.fromkeys(("model.linear.key_width", "model.linear.value_width"), width),
-            "model.linear.convolution": convolution,
-        }
-
-    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
-        (types,) = self.types.write(settings, {}).values()
-        linear = {name: settings[f"model.linear.{name}"] for name in ("key_width", "key_heads")}
-        sizes = (*linear.values(), settings["model.linear.convolution"])
-        lists = [[i for i, t in enumerate(types, 1) if t == kind] for kind in (FULL, LINEAR)]
-        # In both forms: that of the authors' code, and that of transformers.
-        inside = dict(zip((*LISTS, *INSIDE), (*lists, *sizes), strict=True))
-        return dict(zip(self.keys, (types, inside, *sizes), strict=True))
-
-
-LISTS = ("full_attn_layers", "kda_layers")
-INSIDE = ("head_dim", "num_heads", "short_conv_kernel_size")
-
-
-def _kimi_types(config: Config, inside: Mapping[str, Any]) -> list[str]:
-    """Returns the type of each layer; without a list as transformers has them.
-
-    Raises:
-      InputError: if lists are not of these layers, or disagree.
-    """
-    layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
-    if set(LISTS).isdisjoint(inside):
-        default = [FULL if index and index % 4 == 0 else LINEAR for index in range(layers)]
-        return default if given is None else given
-    full, linear = (inside.get(name, []) for name in LISTS)
-    places = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
-    each = list(range(1, layers + 1))
-    once = all(type(place) is int for place in places) and sorted(places) == each
-    found = [FULL if place in full else LINEAR for place in each] if once else []
-    if not once or given not in (None, found):
-        raise InputError(
-            f"`linear_attn_config` has layers {short(full)} and {short(linear)}, `layer_types` is "
-            f"{short(given)}. They must name each of {layers} layers once, counted from 1, and "
-            "agree. Correct config.json."
-        )
-    return found
+        keys = super().write(settings, base)
+        before = {"sliding_window_size": (keys["sliding_window"] or 1) - 1}
+        own = {key: base[key] for key in ("sliding_window", *before) if key in base}
+        said = own and self._window(base) == keys["sliding_window"]
+        return {**keys, **before, **(own if said else {})}  # both numbers may be said in two ways

@@ -11,7 +11,6 @@ from moejax.hf.families.parts import Config, Same, Settings, value_of, whole_num
 CHOICES = Same("num_experts_per_tok", "moe.experts_per_token", also=("experts_per_token",))
 SHARED_EXPERTS = Same("n_shared_experts", "moe.num_shared_experts", positive=True)
 SHARED_SIZE = "shared_expert_intermediate_size"
-PAPER = 0.0001  # DeepSeek-V3 (2024), section 4.2: balance factor of each sequence and layer
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,13 @@ def has_dense_blocks(settings: Settings) -> bool:
     return settings.get("model.first_dense_layers", 0) > 0 or settings.get("model.moe_every") != 1
 
 
+def has_experts(settings: Settings) -> bool:
+    """Returns whether some block has experts."""
+    if settings.get("model.layer_mlps"):
+        return "experts" in settings["model.layer_mlps"]
+    return settings.get("model.moe_every", 1) is not None
+
+
 @dataclass(frozen=True)
 class SharedExpert:
     """One shared expert of any width; here several experts, if it divides.
@@ -72,6 +78,8 @@ class SharedExpert:
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         width = shared_width(settings)
+        if not has_experts(settings):
+            return {}
         if not width:
             raise InputError("`moe.num_shared_experts` is 0. It has at least one")
         return {self.keys[0]: width}
@@ -148,15 +156,17 @@ class SequenceBalance:
 
     Attributes:
       default: coefficient where the file names none.
+      dense: key of the number of dense blocks at the start.
     """
 
     default: float
+    dense: str = "first_k_dense_replace"
     keys: tuple[str, ...] = ("aux_loss_alpha", "seq_aux")
 
     def read(self, config: Config) -> dict[str, Any]:
         alpha = value_of(config, ("aux_loss_alpha",), self.default)
         layers = whole_number(config, "num_hidden_layers")
-        dense = value_of(config, ("first_k_dense_replace",), mlp_types(config).count("dense"))
+        dense = value_of(config, (self.dense,), mlp_types(config).count("dense"))
         by_sequence = value_of(config, ("seq_aux",), True)
         return {
             "moe.router.balance_loss": alpha * max(0, layers - dense),

@@ -9,7 +9,12 @@ from moejax.config.load import from_dict
 from moejax.config.pattern import shortest
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.hf.families.experts import has_dense_blocks, shared_width, shortest_shared
+from moejax.hf.families.experts import (
+    has_dense_blocks,
+    has_experts,
+    shared_width,
+    shortest_shared,
+)
 from moejax.hf.families.parts import NOISE, Always, Part, Same, Settings
 from moejax.hf.rules import Rule
 
@@ -35,11 +40,10 @@ def stated(settings: Settings) -> dict[str, Any]:
         "num_nextn_predict_layers": 0,
         "num_mtp_layers": 0,
     }
-    if settings["model.attention"] != "latent":
+    if settings["model.attention"] == "grouped":
         head = settings["model.head_width"]
         keys["partial_rotary_factor"] = (settings["model.rope_width"] or head) / head
-    has_experts = settings["model.layer_mlps"] or settings["model.moe_every"] is not None
-    return keys | _stated_of_experts(settings) if has_experts else keys
+    return keys | _stated_of_experts(settings) if has_experts(settings) else keys
 
 
 def _stated_of_experts(settings: Settings) -> dict[str, Any]:
@@ -138,6 +142,9 @@ COMMON: tuple[Part, ...] = (
 )
 
 
+IN_LANGUAGE_MODEL = (("model.language_model.", "model."),)
+
+
 @dataclass(frozen=True)
 class Around:
     """A model of images and texts that has a family's models inside; see `hf.text`.
@@ -145,14 +152,15 @@ class Around:
     Attributes:
       name: its `model_type`.
       architecture: the class that transformers builds.
-      prefix: what names of the text model's tensors begin with, in the place of `model.`.
+      prefixes: what names of the text model's tensors begin with, and what stands there in a text
+        model by itself.
       others: pattern of the names of the other tensors, which are left out.
       keys: keys beside `text_config` that change nothing in texts.
     """
 
     name: str
     architecture: str
-    prefix: str
+    prefixes: tuple[tuple[str, str], ...]
     others: str
     keys: tuple[str, ...]
 
@@ -220,6 +228,8 @@ class Family:
             settings |= part.read(config)
         if not has_dense_blocks(settings):
             settings.pop("model.mlp_hidden", None)
+        if not has_experts(settings):
+            settings = {name: x for name, x in settings.items() if not name.startswith("moe.")}
         if settings.get("moe.router.num_groups", 1) == 1:
             settings.pop("moe.router.groups_per_token", None)
         refused += self._refused_others(config, settings)
@@ -322,7 +332,7 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
     settings = {name: get_value(cfg, name) for name in names}
     head = settings["model.head_width"]
     # The same in two ways: all channels, and none named.
-    if settings.get("model.attention") != "latent" and settings.get("model.rope_width") == head:
+    if settings.get("model.attention") == "grouped" and settings.get("model.rope_width") == head:
         settings["model.rope_width"] = None
     if settings.get("model.value_width") == head:
         settings["model.value_width"] = None

@@ -1,42 +1,38 @@
 """Tables of families with latent attention; read `tables` first.
 
-Sources: DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3 models), Zhipu AI 2026
-(GLM-4.7-Flash), Kimi Team 2025 (Kimi Linear).
+Sources: DeepSeek-AI 2024 (V2 and V3; Kimi-K2 and Moonlight are V3 models) and 2025 (V3.2), Zhipu AI
+2026 (GLM-4.7-Flash, GLM-5), Kimi Team 2025 (Kimi Linear), Mistral AI 2026 (Mistral Small 4).
 """
 
 from moejax.hf.families.attention import LatentHeads
-from moejax.hf.families.blocks import FIRST_DENSE, KimiLayers, MlpTypes
+from moejax.hf.families.blocks import FIRST_DENSE, MlpTypes, OwnIndexers
 from moejax.hf.families.experts import (
     CHOICES,
-    PAPER,
     SHARED_EXPERTS,
     DenseHidden,
     Groups,
     SequenceBalance,
 )
-from moejax.hf.families.family import Family
-from moejax.hf.families.parts import Always, Same
-from moejax.hf.families.rope import POSITIONS, Rope
+from moejax.hf.families.family import IN_LANGUAGE_MODEL, Around, Family
+from moejax.hf.families.parts import PAPER, Always, Same
+from moejax.hf.families.rope import POSITIONS, GrowingRope, Rope
 from moejax.hf.families.tensors import (
     BIASED,
     DENSE,
     EXPERTS,
     FUSED,
-    KIMI,
-    KIMI_EXPERTS,
+    INDEX_WEIGHTS,
+    INDEXER,
     LATENT,
     NORMS,
+    PAIRED_INDEXER,
     ROOT,
     SHARED,
-    UNPAIRED,
-    of_blocks,
     router,
-    selection_bias,
 )
 
-MLA = (
+WITHOUT_HEADS = (
     CHOICES,
-    LatentHeads(),
     SHARED_EXPERTS,
     DenseHidden(),
     Rope(latent=True),
@@ -44,6 +40,20 @@ MLA = (
     Same("moe_intermediate_size", "moe.expert_hidden"),
     Always("attention_bias", False),
     Always("moe_layer_freq", 1),
+)
+MLA = (LatentHeads(), *WITHOUT_HEADS)
+# Each query chooses its keys by an indexer.
+SPARSE = (
+    LatentHeads(form="sparse"),
+    *WITHOUT_HEADS,
+    MlpTypes(counts=True),
+    OwnIndexers(),
+    Same("index_n_heads", "model.indexer.heads"),
+    Same("index_head_dim", "model.indexer.width"),
+    Same("index_topk", "model.indexer.keys"),
+    Same("routed_scaling_factor", "moe.router.weight_scale", default=2.5),
+    Always("mlp_bias", False),
+    Always("index_topk_freq", 1, others=(None,), written=False),
 )
 
 # Heads that follow from others, and queries that are projected directly.
@@ -124,45 +134,95 @@ GLM4_MOE_LITE = Family(
     ahead="num_nextn_predict_layers",
 )
 
-KIMI_LINEAR = Family(
-    name="kimi_linear",
-    architecture="KimiLinearForCausalLM",
-    parts=(
-        LatentHeads(),
-        KimiLayers(),
-        MlpTypes(counts=True),
-        DenseHidden(),
-        SequenceBalance(default=PAPER),
-        Groups(count="num_expert_group"),
-        Same("num_experts_per_token", "moe.experts_per_token"),
-        Same("num_experts", "moe.num_experts"),
-        Same("num_shared_experts", "moe.num_shared_experts", positive=True),
-        Same("moe_intermediate_size", "moe.expert_hidden"),
-        Same("moe_renormalize", "moe.router.renormalize", default=True),
-        Same("routed_scaling_factor", "moe.router.weight_scale", default=2.446),
-        Always("attention_bias", False),
-        Always("mla_use_nope", True),
-        Always("moe_layer_freq", 1),
-        Always("num_nextn_predict_layers", 0),
-        Always("moe_router_activation_func", "sigmoid"),
-        Always("use_grouped_topk", True),
+SPARSE_NULLS = {
+    **dict.fromkeys(
+        ("index_topk_pattern", "indexer_types", "layer_types", "mlp_layer_types"), None
     ),
-    implied={"model.positions": "none", "moe.router.score": "sigmoid"},
-    unused=("head_dim", "model_max_length", "rope_scaling", "rope_theta"),  # nothing rotates
+    **dict.fromkeys(("head_dim", "qk_head_dim"), None),
+    **POSITIONS,
+    "num_nextn_predict_layers": 0,
+}
+
+DEEPSEEK_V32 = Family(
+    name="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    parts=(*SPARSE, *V3, Always("indexer_rope_interleave", False, written=False)),
+    implied={"moe.router.score": "sigmoid"},
     missing={
-        "num_expert_group": 1,
-        "num_key_value_heads": 32,
-        "num_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 2048,
+        "n_group": 8,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "topk_group": 4,
+    },
+    null=SPARSE_NULLS,
+    rules=(*BIASED, *LATENT, *INDEXER, INDEX_WEIGHTS),
+    experts=(EXPERTS, FUSED),
+    ahead="num_nextn_predict_layers",
+)
+
+GLM_MOE_DSA = Family(
+    name="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
+    parts=(*SPARSE, *V3, Always("indexer_rope_interleave", True)),
+    implied={"moe.router.score": "sigmoid"},
+    unused=("index_share_for_mtp_iteration", "index_skip_topk_offset", "moe_router_dtype"),
+    missing={
+        "first_k_dense_replace": 3,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_topk": 2048,
+        "n_group": 1,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 2048,
         "topk_group": 1,
     },
-    null={**NULLS, "mlp_layer_types": None},
-    rules=(
-        *ROOT,
-        *NORMS,
-        *of_blocks("latent", UNPAIRED),
-        *of_blocks("kimi_delta", KIMI),
-        *router("block_sparse_moe."),
-        *selection_bias("block_sparse_moe.gate.e_score_correction_bias"),
+    null=SPARSE_NULLS,
+    rules=(*BIASED, *LATENT, *PAIRED_INDEXER, INDEX_WEIGHTS),
+    experts=(EXPERTS, FUSED),
+    ahead="num_nextn_predict_layers",
+)
+
+MISTRAL4 = Family(
+    name="mistral4",
+    architecture="Mistral4ForCausalLM",
+    parts=(
+        *(part for part in MLA if not isinstance(part, Rope)),
+        FIRST_DENSE,
+        GrowingRope(latent=True, named=True),
+        SequenceBalance(default=PAPER),
+        Same("norm_topk_prob", "moe.router.renormalize", default=True),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
+        # Of more groups softmax scores would be judged by their two best experts.
+        Always("n_group", 1),
+        Always("topk_group", 1),
+        Always("rope_interleave", True),
     ),
-    experts=KIMI_EXPERTS,
+    implied={"model.moe_every": 1},
+    missing={"first_k_dense_replace": 0, "num_key_value_heads": 32, "q_lora_rank": 1024},
+    null=NULLS,
+    rules=(*ROOT, *NORMS, *LATENT, *DENSE, *SHARED, *router("mlp.")),
+    experts=(FUSED, EXPERTS),
+    around=Around(
+        name="mistral3",
+        architecture="Mistral3ForConditionalGeneration",
+        prefixes=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            *IN_LANGUAGE_MODEL,
+        ),
+        others=r"(model\.)?(vision_tower|multi_modal_projector)\..+",
+        keys=(
+            "vision_config",
+            "image_token_id",
+            "image_token_index",
+            "multimodal_projector_bias",
+            "projector_hidden_act",
+            "spatial_merge_size",
+            "vision_feature_layer",
+        ),
+    ),
 )

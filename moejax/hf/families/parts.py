@@ -13,6 +13,7 @@ from moejax.errors import InputError
 
 Config = Mapping[str, Any]  # of config.json
 Settings = Mapping[str, Any]  # by dotted name
+PAPER = 0.0001  # DeepSeek-V3 (2024), section 4.2: balance factor of each sequence and layer
 REQUIRED = object()  # stands for the default of a key that must be there
 
 
@@ -145,6 +146,54 @@ class EveryLayer(Same):
         names = [name for name in self.keys if name == self.key or name in base]
         layers = settings["model.num_layers"]
         return {n: [value] * layers if isinstance(base.get(n), list) else value for n in names}
+
+
+@dataclass(frozen=True)
+class Twice(Same):
+    """One setting under several keys, all of which are written: code of authors reads others."""
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        (value,) = super().write(settings, base).values()
+        return dict.fromkeys(self.keys, value)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A part with a list of layers, which files give as numbers too (MiMo).
+
+    Attributes:
+      part: reads and writes the list.
+      listed: its key.
+      key: key of the numbers.
+      kinds: what 0 and 1 mean.
+    """
+
+    part: Part
+    listed: str
+    key: str
+    kinds: tuple[str, str]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*self.part.keys, self.key)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        numbers, given = config.get(self.key), config.get(self.listed)
+        if numbers is None:
+            return self.part.read(config)
+        known = isinstance(numbers, list) and all(type(n) is int and n in (0, 1) for n in numbers)
+        named = [self.kinds[number] for number in numbers] if known else None
+        if named is None or given not in (None, named):
+            raise InputError(
+                f"`{self.key}` is {short(numbers)}, `{self.listed}` is {short(given)}. The first "
+                f"must say 0 for {self.kinds[0]}, 1 for {self.kinds[1]} of each layer, and agree "
+                "with the second. Correct config.json."
+            )
+        return self.part.read({**config, self.listed: named})
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        keys = self.part.write(settings, base)
+        return {**keys, self.key: [self.kinds.index(kind) for kind in keys[self.listed]]}
 
 
 def value_of(config: Config, names: tuple[str, ...], default: Any = REQUIRED) -> Any:

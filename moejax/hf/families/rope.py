@@ -11,8 +11,8 @@ from typing import Any
 
 from moejax.config.fields import short
 from moejax.errors import InputError
-from moejax.hf.families.attention import full_heads, head_width
-from moejax.hf.families.parts import Config, Settings
+from moejax.hf.families.attention import full_heads, head_width, latent_channels
+from moejax.hf.families.parts import Config, Settings, value_of
 
 NUMBERS = (int, float)
 POSITIONS = {"rope_scaling": None, "rope_parameters": None}  # nulls that families read as missing
@@ -21,7 +21,8 @@ NULLS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim
 # Keys of each kind of scaling, besides those of any kind.
 ANY = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 SECTIONS = ("mrope_section", "mrope_interleaved")
-STRETCHED = ("factor", "original_max_position_embeddings")
+LENGTH = "original_max_position_embeddings"
+STRETCHED = ("factor", LENGTH)
 KINDS = {
     "default": (),
     "linear": STRETCHED,
@@ -33,7 +34,7 @@ TURNED = {"default": (), "proportional": ("partial_rotary_factor", "factor")}
 FULL_ROPE = ("head_width", "theta", "turned_channels")
 # Settings below `model.rope` whose keys have another name.
 RENAMED = {
-    "original_max_position_embeddings": "trained_length",
+    LENGTH: "trained_length",
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
 }
@@ -186,6 +187,57 @@ class AlphaRope(Rope):
 
 
 @dataclass(frozen=True)
+class GrowingRope(Rope):
+    """Rotary positions of latent attention, with a factor on queries that grows (Mistral 4).
+
+    All is in `rope_parameters`, of kind yarn: of others transformers takes the channels that rotate
+    to be all of a head.
+    """
+
+    growth: str = "llama_4_scaling_beta"
+
+    def read(self, config: Config) -> dict[str, Any]:
+        if config.get("rope_scaling") is not None:
+            raise InputError("`rope_scaling` is not read here. Name it `rope_parameters`.")
+        given = dict(self._scaling(config))
+        growth, length = _number(given, self.growth), given.get(LENGTH)
+        if type(length) is not int or growth < 0:
+            raise InputError(
+                f"`{LENGTH}` is {short(length)}, `{self.growth}` is {short(growth)}. Queries grow "
+                "by both: an integer, and a number of at least 0. Correct config.json."
+            )
+        if (kind := given.get("rope_type", given.get("type"))) != "yarn":
+            raise InputError(
+                f"positions scale by {short(kind)} (`rope_parameters`). In this family they scale "
+                "by yarn. Correct config.json."
+            )
+        own = (self.growth, "max_position_embeddings")
+        given = {key: x for key, x in given.items() if key not in own}
+        rotated, head = latent_channels(config)
+        share = given.pop("partial_rotary_factor", rotated / head)
+        if type(share) not in NUMBERS or int(head * share) != rotated:
+            raise InputError(
+                "keys disagree: `partial_rotary_factor` is not the share of `qk_rope_head_dim`, "
+                f"{rotated} of {head}. Correct config.json."
+            )
+        settings = super().read({**config, "rope_parameters": given})
+        grows = {"model.rope.query_growth": growth, "model.rope.trained_length": length}
+        return settings | (grows if growth else {})
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        keys, head = super().write(settings, base), settings["model.head_width"]
+        own = {
+            LENGTH: settings["model.rope.trained_length"],
+            self.growth: settings["model.rope.query_growth"],
+            "partial_rotary_factor": _share(settings["model.rope_width"], head),
+        }
+        scaling, theta = keys["rope_scaling"], keys["rope_theta"]
+        if settings["model.rope.scaling"] == "none":
+            scaling = {"rope_type": "yarn", "type": "yarn", "factor": 1.0}
+        return {"rope_parameters": {"rope_theta": theta, **scaling, **own}}
+
+
+@dataclass(frozen=True)
 class TwoRopes:
     """Rotary positions of blocks with a window, and of those without (Gemma 4).
 
@@ -204,11 +256,7 @@ class TwoRopes:
         given = config.get("rope_parameters")
         if given is None:
             given = self._said(self.thetas, self.share)
-        if not isinstance(given, Mapping) or sorted(given) != sorted(self._said((1, 1), 1)):
-            raise InputError(
-                f"`rope_parameters` is {short(given)}. It must have an object for "
-                "sliding_attention and one for full_attention. Correct config.json."
-            )
+        given = _of_both(given)
         near = _kind_of(given, "sliding_attention", {"default": ()})
         far = _kind_of(given, "full_attention", TURNED)
         share = far.get("partial_rotary_factor", 1.0)
@@ -243,6 +291,83 @@ class TwoRopes:
         }
 
 
+@dataclass(frozen=True)
+class TwoBases:
+    """Bases of the positions of blocks with a window, and of those without (MiMo).
+
+    Both turn the same first channels of a head. Released files have a key for each base.
+
+    Attributes:
+      bases: of each kind of blocks, the key and the base where the file does not say.
+      share: share of a head's channels that rotate where the file does not say.
+    """
+
+    bases: tuple[tuple[str, str, float], ...] = (
+        ("sliding_attention", "swa_rope_theta", 10_000.0),
+        ("full_attention", "rope_theta", 5_000_000.0),
+    )
+    share: float = 0.334
+    keys: tuple[str, ...] = (
+        "rope_parameters",
+        "rope_theta",
+        "swa_rope_theta",
+        "partial_rotary_factor",
+    )
+
+    def read(self, config: Config) -> dict[str, Any]:
+        given, head, found = config.get("rope_parameters"), head_width(config), []
+        for blocks, key, base in self.bases:
+            own: Mapping[str, Any] = {}
+            if given is not None:
+                own = _kind_of(_of_both(given), blocks, {"default": ("partial_rotary_factor",)})
+                own = {"rope_theta": _number(own, "rope_theta"), **own}
+            theta = _one_of(config, own, (key, "rope_theta"), base)
+            names = ("partial_rotary_factor", "partial_rotary_factor")
+            share = _one_of(config, own, names, self.share)
+            found.append((theta, int(head * share) if type(share) in NUMBERS else 0))
+        (near, width), (far, other) = found
+        if width != other or not 0 < width <= head:
+            raise InputError(
+                f"{width} and {other} of a head's {head} channels would rotate in blocks with and "
+                "without a window. It must be one number, above 0. Correct "
+                "`partial_rotary_factor` in config.json."
+            )
+        return {
+            "model.rope.theta": near,
+            "model.full_attention.theta": None if near == far else far,
+            "model.rope_width": None if width == head else width,
+        }
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        near, head = settings["model.rope.theta"], settings["model.head_width"]
+        thetas = near, settings["model.full_attention.theta"] or near
+        width, given = settings["model.rope_width"] or head, base.get("partial_rotary_factor")
+        same = type(given) in NUMBERS and int(head * given) == width  # in another fraction
+        share = {"partial_rotary_factor": given if same else _share(width, head)}
+        said = [
+            (blocks, key, theta) for (blocks, key, _), theta in zip(self.bases, thetas, strict=True)
+        ]
+        own = {b: {"rope_type": "default", "rope_theta": theta, **share} for b, _, theta in said}
+        return {"rope_parameters": own, **share, **{key: theta for _, key, theta in said}}
+
+
+def _one_of(config: Config, own: Config, names: tuple[str, str], default: float) -> Any:
+    """Returns a number that a file names, or its object of positions, or both alike."""
+    both = {names[0]: config.get(names[0]), "rope_parameters": own.get(names[1])}
+    floats = {name: float(x) if type(x) is int else x for name, x in both.items()}
+    return value_of(floats, tuple(floats), default)
+
+
+def _of_both(given: Any) -> Mapping[str, Any]:
+    """Returns positions of both kinds of blocks, which transformers writes in one object."""
+    if not isinstance(given, Mapping) or sorted(given) != ["full_attention", "sliding_attention"]:
+        raise InputError(
+            f"`rope_parameters` is {short(given)}. It must have an object for "
+            "sliding_attention and one for full_attention. Correct config.json."
+        )
+    return given
+
+
 def _kind_of(
     given: Mapping[str, Any], blocks: str, kinds: Mapping[str, tuple[str, ...]]
 ) -> Mapping[str, Any]:
@@ -274,7 +399,7 @@ def _read_kind(
     factor = _number(given, "factor")
     if factor == 1 and given.get("attention_factor") in (None, 1):
         return {}
-    length = given.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    length = given.get(LENGTH) or config.get("max_position_embeddings")
     settings: dict[str, Any] = {"model.rope.scaling": kind, "model.rope.factor": factor}
     if kind == "linear":
         return settings

@@ -1,9 +1,10 @@
 """The families: keys of `config.json` besides the common ones, and rules of tensors.
 
 Read Mixtral first. Families whose routers have a selection bias are in `biased`, those with latent
-attention in `latent`, those without experts in `dense`. Sources: Jiang et al. 2024 (Mixtral),
-Muennighoff et al. 2024 (OLMoE), Qwen team 2024 and 2025, OpenAI 2025 (gpt-oss), Tencent 2025
-(Hunyuan-A13B), Shi et al. 2025 (FlexOlmo), IBM 2024 (Granite 3), Google 2026 (Gemma 4).
+attention in `latent`, those with linear attention in `linear`; those without experts come last.
+Sources: Jiang et al. 2023 (Mistral) and 2024 (Mixtral), Muennighoff et al. 2024 (OLMoE), Qwen team
+2024 and 2025, OpenAI 2025 (gpt-oss), Tencent 2025 (Hunyuan-A13B), Shi et al. 2025 (FlexOlmo), IBM
+2024 (Granite 3), Google 2026 (Gemma 4), Llama team 2024 (Llama 3).
 """
 
 from moejax.hf.families.attention import (
@@ -14,29 +15,22 @@ from moejax.hf.families.attention import (
     RootScale,
     ScoreScale,
 )
-from moejax.hf.families.biased import DOTS1, ERNIE4_5_MOE, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
-from moejax.hf.families.blocks import LastFull, LayerTypes, LinearTypes, OneWindow, SparseStep
-from moejax.hf.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from moejax.hf.families.blocks import LastFull, LayerTypes, OneWindow, SparseStep
 from moejax.hf.families.experts import CHOICES, Balance, DenseHidden, SharedExpert
-from moejax.hf.families.family import COMMON, GELU, Around, Family
-from moejax.hf.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_LINEAR
+from moejax.hf.families.family import COMMON, GELU, IN_LANGUAGE_MODEL, Around, Family
 from moejax.hf.families.parts import NOISE, Always, EveryLayer, Same
 from moejax.hf.families.rope import POSITIONS, AlphaRope, Rope, TwoRopes
 from moejax.hf.families.tensors import (
     ALL_NORMS,
-    DELTA,
-    DELTA_APART,
     DENSE,
     EXPERTS,
     FUSED,
-    GATED,
     GROUPED,
     NORMS,
     ROOT,
     SPARSE_EXPERTS,
     fused_experts,
     mlp,
-    of_blocks,
     router,
 )
 from moejax.hf.rules import Rule
@@ -276,106 +270,6 @@ GRANITE_MOE = Family(
     ),
 )
 
-DELTA_NET = (
-    CHOICES,
-    KEY_VALUE_HEADS,
-    HeadWidth(),
-    LinearTypes("gated_delta"),
-    SharedExpert(),
-    Same("linear_num_key_heads", "model.linear.key_heads"),
-    Same("linear_num_value_heads", "model.linear.value_heads"),
-    Same("linear_key_head_dim", "model.linear.key_width"),
-    Same("linear_value_head_dim", "model.linear.value_width"),
-    Same("linear_conv_kernel_dim", "model.linear.convolution"),
-    Same("moe_intermediate_size", "moe.expert_hidden"),
-    Same("num_experts", "moe.num_experts", also=("num_local_experts",)),
-    Always("attention_bias", False),
-    Balance("choices"),
-)
-WITH_DELTA_NET = {
-    "model.qk_norm": "head",
-    "model.attention_gate": True,
-    "model.zero_centered_norms": True,
-}
-SIZES_OF_DELTA_NET = {
-    "head_dim": 256,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
-SHARED_EXPERT = (
-    *mlp("mlp.shared_expert.", "moe"),
-    Rule("shared_gate", "mlp.shared_expert_gate.weight", "1 D"),
-)
-
-QWEN3_NEXT = Family(
-    name="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
-    parts=(
-        *DELTA_NET,
-        Rope(partial="partial_rotary_factor", rotated=0.25),
-        SparseStep(),
-        DenseHidden(),
-        Same("norm_topk_prob", "moe.router.renormalize", default=True),
-    ),
-    implied=WITH_DELTA_NET,
-    missing=SIZES_OF_DELTA_NET,
-    null={"mlp_only_layers": None, **POSITIONS},
-    rules=(
-        *ROOT,
-        *NORMS,
-        *of_blocks("grouped", GATED),
-        *of_blocks("gated_delta", DELTA),
-        *DENSE,
-        *router("mlp."),
-        *SHARED_EXPERT,
-    ),
-    experts=(EXPERTS, FUSED),
-    ahead_tensors=r"mtp\..+",
-)
-
-QWEN3_5_MOE = Family(
-    name="qwen3_5_moe_text",
-    architecture="Qwen3_5MoeForCausalLM",
-    parts=(
-        *DELTA_NET,
-        Rope(partial="partial_rotary_factor", rotated=0.25, sections=True),
-        Always("attn_output_gate", True),
-        Always("mtp_num_hidden_layers", 0, others=(1,)),  # which is left out
-    ),
-    implied={**WITH_DELTA_NET, "moe.router.renormalize": True, "model.moe_every": 1},
-    unused=("mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
-    missing=SIZES_OF_DELTA_NET,
-    null=POSITIONS,
-    rules=(
-        *ROOT,
-        *NORMS,
-        *of_blocks("grouped", GATED),
-        *of_blocks("gated_delta", DELTA_APART),
-        *router("mlp."),
-        *SHARED_EXPERT,
-    ),
-    experts=(EXPERTS, FUSED),
-    ahead_tensors=r"mtp\..+",
-    around=Around(
-        name="qwen3_5_moe",
-        architecture="Qwen3_5MoeForConditionalGeneration",
-        prefix="model.language_model.",
-        others=r"model\.visual\..+",
-        keys=(
-            "vision_config",
-            "image_token_id",
-            "video_token_id",
-            "vision_start_token_id",
-            "vision_end_token_id",
-            "language_model_only",
-        ),
-    ),
-)
-
 GEMMA4 = Family(
     name="gemma4_text",
     architecture="Gemma4ForCausalLM",
@@ -440,7 +334,7 @@ GEMMA4 = Family(
     around=Around(
         name="gemma4",
         architecture="Gemma4ForConditionalGeneration",
-        prefix="model.language_model.",
+        prefixes=IN_LANGUAGE_MODEL,
         others=r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+",
         keys=(
             "vision_config",
@@ -459,30 +353,65 @@ GEMMA4 = Family(
     ),
 )
 
-FAMILIES = (
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GPT_OSS,
-    GLM4_MOE,
-    MINIMAX_M2,
-    GLM4_MOE_LITE,
-    SOLAR_OPEN,
-    DOTS1,
-    HY_V3,
-    ERNIE4_5_MOE,
-    HUNYUAN_V1_MOE,
-    FLEX_OLMO,
-    GRANITE_MOE,
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    QWEN3_NEXT,
-    QWEN3_5_MOE,
-    KIMI_LINEAR,
-    GEMMA4,
+# What a model without experts has.
+PLAIN = {"model.moe_every": None}
+PLAIN_RULES = (*ROOT, *NORMS, *GROUPED, *DENSE)
+LAST_WINDOWS = LayerTypes(switch="use_sliding_window", turns=False)
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    parts=(
+        KEY_VALUE_HEADS,
+        HeadWidth(multiple=True),
+        Rope(),
+        DenseHidden(),
+        BothBiases(),
+        Always("mlp_bias", False),
+    ),
+    implied=PLAIN,
+    null={"head_dim": None, "num_key_value_heads": None, **POSITIONS},
+    rules=PLAIN_RULES,
+)
+
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    parts=(KEY_VALUE_HEADS, HeadWidth(), Rope(), DenseHidden(), OneWindow()),
+    implied=PLAIN,
+    missing={"num_key_value_heads": 8, "sliding_window": 4096},
+    null={"head_dim": None, "sliding_window": None, **POSITIONS},
+    rules=PLAIN_RULES,
+)
+
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    parts=(
+        KEY_VALUE_HEADS,
+        HeadWidth(),
+        Rope(),
+        DenseHidden(),
+        LAST_WINDOWS,
+        Always("use_mrope", False),
+    ),
+    implied={**PLAIN, "model.attention_bias": True},
+    missing={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    null={"layer_types": None, "num_key_value_heads": None, "sliding_window": None, **POSITIONS},
+    rules=PLAIN_RULES,
+)
+
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    parts=(KEY_VALUE_HEADS, HeadWidth(), Rope(), DenseHidden(), LAST_WINDOWS, BothBiases()),
+    implied={**PLAIN, "model.qk_norm": "head"},
+    missing={
+        "head_dim": 128,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    null={"layer_types": None, "num_key_value_heads": None, "sliding_window": None, **POSITIONS},
+    rules=PLAIN_RULES,
 )

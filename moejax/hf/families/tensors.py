@@ -15,6 +15,13 @@ NORMS = (
     Rule("attention_norm.scale", "input_layernorm.weight"),
     Rule("mlp_norm.scale", "post_attention_layernorm.weight"),
 )
+# Norms of inputs and of results (AFMoE).
+FOUR_NORMS = (
+    Rule("attention_norm.scale", "input_layernorm.weight"),
+    Rule("attention_out_norm.scale", "post_attention_layernorm.weight"),
+    Rule("mlp_norm.scale", "pre_mlp_layernorm.weight"),
+    Rule("mlp_out_norm.scale", "post_mlp_layernorm.weight"),
+)
 GROUPED = (
     Rule("attention.w_q", "self_attn.q_proj.weight", "HC D"),
     Rule("attention.w_k", "self_attn.k_proj.weight", "GC D"),
@@ -33,6 +40,8 @@ PAIRED = tuple(
     replace(rule, paired="C") if rule.ours in ("attention.w_q", "attention.w_k") else rule
     for rule in GROUPED
 )
+# Of blocks with a window alone, by the name of released files (MiMo).
+SINKS = Rule("attention.sinks", "self_attn.attention_sink_bias")
 # A head's last channels rotate, in pairs. The key that rotates follows the latent of keys and
 # values.
 LATENT = (
@@ -44,6 +53,19 @@ LATENT = (
     Rule("attention.kv_norm.scale", "self_attn.kv_a_layernorm.weight"),
     Rule("attention.w_ukv", "self_attn.kv_b_proj.weight", "HC Z"),
     Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
+)
+
+# The indexer of sparse attention, whose first channels rotate: as halves (DeepSeek-V3.2), or in
+# pairs (GLM-5). What DeepSeek's code has in float32 stays so.
+INDEXER = (
+    Rule("attention.indexer.w_q", "self_attn.indexer.wq_b.weight", "IJ Z"),
+    Rule("attention.indexer.w_k", "self_attn.indexer.wk.weight", "J D"),
+    Rule("attention.indexer.k_scale", "self_attn.indexer.k_norm.weight", wide=True),
+    Rule("attention.indexer.k_bias", "self_attn.indexer.k_norm.bias", wide=True),
+)
+PAIRED_INDEXER = tuple(replace(rule, paired="J", leading=True) for rule in INDEXER)
+INDEX_WEIGHTS = Rule(
+    "attention.indexer.w_weights", "self_attn.indexer.weights_proj.weight", "I D", wide=True
 )
 
 # Nothing rotates, so no channels are paired (Kimi Linear).
@@ -112,6 +134,70 @@ KIMI = (
     Rule("attention.fade_bias", "self_attn.dt_bias", "HC", wide=True),
     Rule("attention.scale", "self_attn.o_norm.weight"),
     Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
+)
+
+# Of each layer one norm and one mixer. Rows of Mamba-2's first matrix: the gates, the values, the
+# keys, the queries, the time steps (Nemotron-H).
+_IN_LAYER = "backbone.layers.{L}."
+_MIXER = f"{_IN_LAYER}mixer."
+_IN_ORDER = ("v", "k", "q")
+_OF_MAMBA = {
+    "in_proj.weight": ("w_gate", *(f"w_{name}" for name in _IN_ORDER), "w_step"),
+    "conv1d.weight": tuple(f"convolve_{name}" for name in _IN_ORDER),
+    "conv1d.bias": tuple(f"bias_{name}" for name in _IN_ORDER),
+}
+_AS_IN = {"in_proj.weight": "{} D", "conv1d.weight": "{} 1 X", "conv1d.bias": "{}"}
+_ROWS_OF = {"gate": "HC", "v": "HC", "k": "GC", "q": "GC", "step": "H"}
+MAMBA = (
+    *(
+        Rule(
+            f"attention.{own}",
+            f"{_MIXER}{theirs}",
+            _AS_IN[theirs].format(_ROWS_OF[own.rpartition("_")[2]]),
+            joins=tuple(f"attention.{name}" for name in joined),
+        )
+        for theirs, joined in _OF_MAMBA.items()
+        for own in joined
+    ),
+    Rule("attention.log_rate", f"{_MIXER}A_log"),
+    Rule("attention.step_bias", f"{_MIXER}dt_bias"),
+    Rule("attention.skip", f"{_MIXER}D"),
+    Rule("attention.scale", f"{_MIXER}norm.weight", "HC"),
+    Rule("attention.w_o", f"{_MIXER}out_proj.weight", "D HC"),
+)
+NEMOTRON_H_TENSORS = (
+    Rule("embedding.table", "backbone.embeddings.weight", "V D"),
+    Rule("embedding.project", "lm_head.weight", "V D"),
+    Rule("norm.scale", "backbone.norm_f.weight"),
+    Rule("attention_norm.scale", f"{_IN_LAYER}norm.weight"),
+    Rule("mlp_norm.scale", f"{_IN_LAYER}norm.weight"),
+    Rule("moe.w_router", f"{_MIXER}gate.weight", "E D"),
+    Rule("moe.bias", f"{_MIXER}gate.e_score_correction_bias", wide=True),
+    Rule("moe.w_down", f"{_MIXER}fc1_latent_proj.weight", "Z D"),
+    Rule("moe.w_up", f"{_MIXER}fc2_latent_proj.weight", "D Z"),
+    *(
+        rule
+        for place, block in (("", "dense"), ("shared_experts.", "moe"))
+        for rule in (
+            Rule("mlp.w_in", f"{_MIXER}{place}up_proj.weight", "F D", GATE, block=block),
+            Rule("mlp.w_out", f"{_MIXER}{place}down_proj.weight", "D F", block=block),
+        )
+    ),
+    *(
+        replace(rule, theirs=rule.theirs.replace("self_attn.", _MIXER), block="grouped")
+        for rule in GROUPED
+    ),
+    *(replace(rule, block="mamba2") for rule in MAMBA),
+)
+UNGATED_EXPERTS = (
+    (
+        Rule("moe.w_in", f"{_MIXER}experts.{{E}}.up_proj.weight", "F D", GATE),
+        Rule("moe.w_out", f"{_MIXER}experts.{{E}}.down_proj.weight", "D F"),
+    ),
+    (
+        Rule("moe.w_in", f"{_MIXER}experts.up_proj", "E UF D"),
+        Rule("moe.w_out", f"{_MIXER}experts.down_proj", "E D F"),
+    ),
 )
 
 # Multi-token prediction: a layer after the last, with norms and a projection of its own. Files of

@@ -1,7 +1,7 @@
-"""The gated activations of experts and MLPs: SwiGLU, its clamped form, and GEGLU.
+"""The activations of experts and MLPs: SwiGLU, its clamped form, GEGLU, and the square of ReLU.
 
-Per device. Legend: F hidden, W = 2 F: gate and up side by side; M rows of N numbers. All compute
-in float32.
+Per device. Legend: F hidden, W = 2 F: gate and up side by side, or F without a gate; M rows of N
+numbers. All compute in float32.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ SLOPE = 1.702
 
 
 class Gate(NamedTuple):
-    """A gated activation.
+    """An activation.
 
     Attributes:
       kind: a value of `model.activation`.
@@ -57,8 +57,8 @@ def row_dots(x_MN: jax.Array, y_MN: jax.Array) -> jax.Array:
 
 def activate(h: jax.Array, gate: Gate) -> jax.Array:
     """Returns [..., F] of h [..., W]."""
-    if gate.kind == "geglu":
-        return geglu(h)
+    if gate.kind in ("geglu", "relu2"):
+        return geglu(h) if gate.kind == "geglu" else relu2(h)
     return swiglu(h) if gate.limit is None else clamped_swiglu(gate.limit, h)
 
 
@@ -87,6 +87,12 @@ def _geglu_backward(h, gradient):
 
 
 geglu.defvjp(lambda h: (geglu(h), h), _geglu_backward)
+
+
+def relu2(h: jax.Array) -> jax.Array:
+    """Returns the square of max(h, 0). Source: So et al., Primer (2021)."""
+    positive = jax.nn.relu(h.astype(jnp.float32))
+    return (positive * positive).astype(h.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

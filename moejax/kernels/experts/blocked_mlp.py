@@ -12,6 +12,7 @@ Without gradients few rows a group go by `few_rows.cc`, which reads weights wher
 copies what a loop slices. Of such a product K are summed over and N are columns.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ def _blocked_forward(form, x_MD, weights, sizes_G, one_M1):
 
 
 def _rows_forward(x_MD, weights, sizes_G, *, gate):
-    h_MW = jnp.zeros((x_MD.shape[0], 2 * weights.w_out.shape[1]), x_MD.dtype)
+    h_MW = jnp.zeros((x_MD.shape[0], math.prod(weights.w_in.shape[2:])), x_MD.dtype)
     return _compute_rows(x_MD, weights, sizes_G, h_MW, gate)
 
 

@@ -1,6 +1,6 @@
 """The experts: rows, sorted by expert, each through the gated MLP of its expert.
 
-Per device. Legend: M rows, G groups (experts), D width, F hidden, U gate and up, W = 2 F.
+Per device. Legend: M rows, G groups (experts), D width, F hidden, U gate and up, W = U * F.
 
 `benchmarks/cpu/ops.py` times the implementations beside each other.
 """
@@ -29,12 +29,12 @@ IN_E4M3 = {"mosaic_e4m3": "mosaic", "reference_e4m3": "reference"}
 # Multiples of columns that kernels take: ranks of adapters are filled up to them.
 RANKS = {"mosaic": 64, "tokamax": 64, "megablox": 128}
 
-Biases = tuple[Float[Array, "G 2 F"], Float[Array, "G D"]]
+Biases = tuple[Float[Array, "G U F"], Float[Array, "G D"]]
 
 
 def expert_mlp(
     x_MD: Float[Array, "M D"],
-    w_in_GDUF: Float[Array, "G D 2 F"],
+    w_in_GDUF: Float[Array, "G D U F"],
     w_out_GFD: Float[Array, "G F D"],
     sizes_G: Int[Array, " G"],
     *,

@@ -1,6 +1,5 @@
 """Grouped-query attention: causal, inside each document, heads sharded over tensor."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from moejax.kernels.costs import causal_pairs
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.model import context
-from moejax.model.layers import model_norm, normalised
+from moejax.model.layers import model_norm, normalised, scaled
 from moejax.model.mixers.interface import CacheArray, CacheSize
 from moejax.model.rope import Angles, rotate, scale_of_scores
 
@@ -34,23 +33,24 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, window: int | None, spec: StepSpec, rngs: nnx.Rngs):
-        D, H, G, C = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_width
+        D, H, G = cfg.width, cfg.num_heads, cfg.num_kv_heads
+        C, V = cfg.head_width, cfg.value_channels
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        out = jax.nn.initializers.normal(cfg.out_deviation)
         self.cfg, self.window, self.spec = cfg, window, spec
         self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
         self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
         self.has_values = not cfg.full_attention.keys_are_values
         if self.has_values:
-            self.w_v = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
-        self.w_o = nnx.Param(out(rngs.params(), (H, C, D)), dims="HCD")
+            self.w_v = nnx.Param(normal(rngs.params(), (D, G, V)), dims="DGC")
+        self.w_o = nnx.Param(out(rngs.params(), (H, V, D)), dims="HCD")
         if cfg.attention_gate:
-            self.w_gate = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
+            self.w_gate = nnx.Param(normal(rngs.params(), (D, H, V)), dims="DHC")
         if cfg.attention_bias:
             self.b_q = nnx.Param(jnp.zeros((H, C)), dims="HC")
             self.b_k = nnx.Param(jnp.zeros((G, C)), dims="GC")
             if self.has_values:
-                self.b_v = nnx.Param(jnp.zeros((G, C)), dims="GC")
+                self.b_v = nnx.Param(jnp.zeros((G, V)), dims="GC")
         if cfg.attention_output_bias:
             self.b_o = nnx.Param(jnp.zeros((D,)), dims="D")
         if cfg.attention_sinks:
@@ -63,10 +63,11 @@ class Attention(nnx.Module):
 
     @staticmethod
     def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
-        """Returns what a cache holds of a block: keys and values [N, G, S, C]."""
-        shape = size.slots, cfg.num_kv_heads, size.positions, cfg.head_width
+        """Returns what a cache holds of a block: keys [N, G, S, C] and values [N, G, S, V]."""
+        shape = size.slots, cfg.num_kv_heads, size.positions
         axes = layout.row_axes, layout.tensor, layout.context
-        return (CacheArray(shape, cfg.dtype, axes),) * 2
+        widths = cfg.head_width, cfg.value_channels
+        return tuple(CacheArray((*shape, width), cfg.dtype, axes) for width in widths)
 
     @staticmethod
     def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
@@ -87,7 +88,7 @@ class Attention(nnx.Module):
         return self._attend(x_BtD, angles, attend)[0]
 
     def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
-        """Returns the keys and values of these positions, [B, T, G, C] each."""
+        """Returns the keys [B, T, G, C] and values [B, T, G, V] of these positions."""
         return self._project(x_BtD, angles)[1:3]
 
     def in_slice(
@@ -119,7 +120,7 @@ class Attention(nnx.Module):
         """Attends from the new tokens of rows, which stand in x one row after the other.
 
         Args:
-          cache: keys and values, [N, G, S, C] each.
+          cache: keys [N, G, S, C] and values [N, G, S, V].
           angles: angles of the tokens' positions.
         Returns:
           The result of `__call__`, and the cache with the tokens' own keys and values.
@@ -145,12 +146,14 @@ class Attention(nnx.Module):
         v_BSGC = self._values(x_BTD) if self.has_values else k_BSGC
         if self.cfg.value_norm:
             v_BSGC = normalised(v_BSGC, self.cfg.norm_epsilon)
+        v_BSGC = scaled(v_BSGC, self.cfg.value_scale)
         if self.cfg.qk_norm in ("head", "full"):
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
         turns = angles.of(self.window)
         q_BTHC, k_BSGC = rotate(q_BTHC, turns), rotate(k_BSGC, turns)
         if self.cfg.qk_norm == "rotated":
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
+        q_BTHC = angles.grown(q_BTHC)
         gated = self.cfg.attention_gate
         gate_BTHC = project_to_heads(x_BTD, self.w_gate, self.spec) if gated else None
         return q_BTHC, k_BSGC, v_BSGC, gate_BTHC

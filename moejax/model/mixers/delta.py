@@ -4,7 +4,7 @@ Queries, keys and values go through a convolution and SiLU; queries and keys are
 length. A head's state fades and is corrected by `kernels.delta`; what is read is normalised and
 gated. Sources: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), with more heads of values
 than of keys as in Qwen3-Next; Kimi Team, Kimi Linear (2025). Letters: G key heads of C channels, H
-value heads of V channels; X and Y as in `kernels.delta`; Z a narrow layer; N slots of a cache.
+value heads of V channels; X as in `kernels.chunks`; Z a narrow layer.
 """
 
 import math
@@ -15,21 +15,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from moejax.annotations import Array, Float, Int
+from moejax.annotations import Array, Float
 from moejax.comm.activations import enter_tensor, enter_tensor_together
 from moejax.comm.weights.adapters import product
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.delta import CHUNK, convolve, delta_step, gated_delta, next_tail
-from moejax.kernels.kept import ATTENDED, INVERSES
-from moejax.layout.layout import Layout
+from moejax.kernels.chunks import CHUNK
+from moejax.kernels.delta import delta_step, gated_delta
 from moejax.layout.spec import StepSpec
-from moejax.model.context import Rows
-from moejax.model.mixers.attention import own_heads, project_from_heads, project_to_heads
-from moejax.model.mixers.interface import CacheArray, CacheSize
-from moejax.model.rope import Angles
+from moejax.model.mixers.attention import own_heads, project_to_heads
+from moejax.model.mixers.states import Past, StateMixer, convolved, first_steps
 
 Initializer = Callable[..., jax.Array]
 UNIT_EPSILON = 1e-6  # of the length of queries and keys, in all published code
@@ -57,18 +53,7 @@ class Small(NamedTuple):
     scale_V: jax.Array  # of the norm
 
 
-class Past(NamedTuple):
-    """What a text's later positions need of earlier ones.
-
-    Attributes:
-      tails: projections of the last Y positions: queries, keys [B, Y, G, C], values [B, Y, H, V].
-    """
-
-    state_BHCV: jax.Array
-    tails: tuple[jax.Array, jax.Array, jax.Array]
-
-
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(StateMixer):
     """Linear attention by the gated delta rule, heads sharded over tensor; it has no window.
 
     Attributes:
@@ -83,7 +68,7 @@ class GatedDeltaNet(nnx.Module):
         D, G, H = cfg.width, cfg.linear.key_heads, cfg.linear.value_heads
         C, V, X = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        out = jax.nn.initializers.normal(cfg.out_deviation)
         self.cfg, self.spec = cfg, spec
         self.w_q = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
         self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
@@ -99,9 +84,7 @@ class GatedDeltaNet(nnx.Module):
         drawn_H = jax.random.uniform(rngs.params(), (H,), minval=self.least_rate, maxval=16.0)
         self.log_rate = nnx.Param(jnp.log(drawn_H), dims="H")
         shape, dims = self._of_fading()
-        span = math.log(1e-3), math.log(0.1)
-        first = jnp.exp(jax.random.uniform(rngs.params(), shape, minval=span[0], maxval=span[1]))
-        self.fade_bias = nnx.Param(jnp.log(jnp.expm1(first)), dims=dims)
+        self.fade_bias = nnx.Param(first_steps(rngs, shape), dims=dims)
         self.scale = nnx.Param(jnp.ones((V,), jnp.float32), dims="C")
 
     def _add_gates(self, normal: Initializer, rngs: nnx.Rngs) -> None:
@@ -114,16 +97,6 @@ class GatedDeltaNet(nnx.Module):
     def _of_fading(self) -> tuple[tuple[int, ...], str]:
         """Returns the shape and the letters of a position's fading."""
         return (self.cfg.linear.value_heads,), "H"
-
-    @staticmethod
-    def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
-        """Returns what a cache holds of a block: states [N, H, C, V], and the tails of `Past`."""
-        G, H = cfg.linear.key_heads, cfg.linear.value_heads
-        C, V, Y = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution - 1
-        rows, tensor = layout.row_axes, layout.tensor
-        state = CacheArray((size.slots, H, C, V), "float32", (rows, tensor))
-        shapes = [(size.slots, Y, *own) for own in ((G, C), (G, C), (H, V))]
-        return state, *(CacheArray(shape, cfg.dtype, (rows, (), tensor)) for shape in shapes)
 
     @staticmethod
     def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
@@ -141,50 +114,6 @@ class GatedDeltaNet(nnx.Module):
         G, H = cfg.linear.key_heads, cfg.linear.value_heads
         C, V = cfg.linear.key_width, cfg.linear.value_width
         return 2 * (2 * G * C + H * V) + 2 * H * V + H * CHUNK
-
-    def __call__(
-        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
-    ) -> Float[Array, "B t D"]:
-        """Takes and returns activations in the layout between blocks; positions do not rotate."""
-        mix = jax.checkpoint(
-            lambda projected, small: self._mix(projected, small, segment_BS)[0],
-            policy=jax.checkpoint_policies.save_only_these_names(INVERSES),
-        )
-        y_BTHV = checkpoint_name(mix(self._project(x_BtD), self._small()), ATTENDED)
-        return project_from_heads(y_BTHV, self.w_o, self.spec)
-
-    def extend(
-        self,
-        x_1tD: Float[Array, "1 t D"],
-        cache: tuple[jax.Array, ...],
-        rows: Rows,
-        angles: Angles,
-    ) -> tuple[Float[Array, "1 t D"], tuple[jax.Array, ...]]:
-        """Runs the new tokens of rows, which stand in x one row after the other.
-
-        Args:
-          cache: the arrays of `cache`.
-        Returns:
-          The result of `__call__`, and the cache with the states behind the tokens.
-        """
-        R, T = rows.count_R.shape[0], rows.length
-        rows_of = (x[0].reshape(R, T, *x.shape[2:]) for x in self._project(x_1tD))
-        projected = Projected._make(rows_of)
-        # A text that begins finds another's state in its slot.
-        state_RHCV, q_RYGC, k_RYGC, v_RYHV = (
-            jnp.where(rows.start_R.reshape(-1, 1, 1, 1) > 0, x if rows.every else x[rows.slot_R], 0)
-            for x in cache
-        )
-        past = Past(state_RHCV, (q_RYGC, k_RYGC, v_RYHV))
-        y_RTHV, state_RHCV = self._mix(projected, self._small(), None, past, rows.is_token_RT)
-        pairs = zip(projected[:3], past.tails, strict=True)
-        ends = (state_RHCV, *(next_tail(x, tail, rows.count_R) for x, tail in pairs))
-        # Rows without a token leave their slots as they are.
-        slot_R = jnp.arange(R) if rows.every else rows.slot_R
-        place_R = jnp.where(rows.count_R > 0, slot_R, cache[0].shape[0])
-        cache = tuple(x.at[place_R].set(y, mode="drop") for x, y in zip(cache, ends, strict=True))
-        y_1MHV = y_RTHV.reshape(1, R * T, *y_RTHV.shape[2:])
-        return project_from_heads(y_1MHV, self.w_o, self.spec), cache
 
     def _project(self, x_BtD: jax.Array) -> Projected:
         """Projects all positions to this rank's heads."""
@@ -217,11 +146,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H C V"]]:
         """Returns the gated results of this rank's heads, and the states behind them."""
         dtype = projected.q_BTGC.dtype
-        tails = (None,) * 3 if past is None else past.tails
-        q_BTGC, k_BTGC, v_BTHV = (
-            jax.nn.silu(convolve(x, w, segment_BT, tail))
-            for x, w, tail in zip(projected[:3], small[:3], tails, strict=True)
-        )
+        taken = projected[:3], small[:3], None
+        q_BTGC, k_BTGC, v_BTHV = convolved(*taken, segment_BT, past)
         q_BTGC = _unit(q_BTGC) / math.sqrt(self.cfg.linear.key_width)
         q_BTGC, k_BTGC, v_BTHV = (x.astype(dtype) for x in (q_BTGC, _unit(k_BTGC), v_BTHV))
         beta_BTH = jax.nn.sigmoid(projected.beta_BTH.astype(jnp.float32))

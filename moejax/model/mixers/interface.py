@@ -39,6 +39,25 @@ class CacheArray(NamedTuple):
         return PartitionSpec(*(axes or None for axes in self.axes))
 
 
+class NoMixer:
+    """Stands for a mixer where a block has none: it keeps and computes nothing."""
+
+    @staticmethod
+    def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
+        """Returns nothing."""
+        return ()
+
+    @staticmethod
+    def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
+        """Returns 0."""
+        return 0
+
+    @staticmethod
+    def channels(cfg: ModelConfig) -> int:
+        """Returns 0."""
+        return 0
+
+
 class Mixer(Protocol):
     """A mixer of tokens.
 

@@ -4,7 +4,6 @@ Source: DeepSeek-V2 (2024), section 2.1. Training and prefill expand keys and va
 decoding attends in the latent. One key of R channels that rotate is shared by all heads.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -57,7 +56,7 @@ class LatentAttention(nnx.Module):
         D, H, C, R = cfg.width, cfg.num_heads, cfg.head_width, cfg.rotated_channels
         assert cfg.kv_latent is not None, "checks.attention refuses it"
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        out = jax.nn.initializers.normal(cfg.out_deviation)
         self.cfg, self.window, self.spec = cfg, window, spec
         if cfg.q_latent is None:
             self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
@@ -125,10 +124,10 @@ class LatentAttention(nnx.Module):
         """
         cfg, T, layout = self.cfg, rows.length, self.spec.layout
         projected = self._project(x_1tD, angles)
-        own_MZ, Z = _kept(projected, angles)[0], projected.latent_BTZ.shape[-1]
-        w_uk_ZHC, w_uv_ZHV = _split_weight(gather_weight(self.w_ukv, self.spec), cfg.value_channels)
+        own_MZ, Z = kept_of(projected, angles)[0], projected.latent_BTZ.shape[-1]
+        w_uk_ZHC, w_uv_ZHV = split_weight(gather_weight(self.w_ukv, self.spec), cfg.value_channels)
         plain_MHC, rotated_MHR = split_last(projected.q_BTHC[0], cfg.rotated_channels)
-        q_MHZ = jnp.concatenate([_into_latent(plain_MHC, w_uk_ZHC), rotated_MHR], axis=-1)
+        q_MHZ = jnp.concatenate([into_latent(plain_MHC, w_uk_ZHC), rotated_MHR], axis=-1)
         own_RT1Z = own_MZ.reshape(-1, T, 1, own_MZ.shape[-1])
         (kept_N1SZ,) = context.put_own(cache, (own_RT1Z,), rows, layout)
         y_RTHZ = context.attend_cached(
@@ -140,7 +139,7 @@ class LatentAttention(nnx.Module):
             window=self.window,
             scale=self._scale,
         )
-        y_MHV = _out_of_latent(y_RTHZ.reshape(-1, *y_RTHZ.shape[2:]), w_uv_ZHV)
+        y_MHV = out_of_latent(y_RTHZ.reshape(-1, *y_RTHZ.shape[2:]), w_uv_ZHV)
         return project_from_heads(y_MHV[None], self.w_o, self.spec), (kept_N1SZ,)
 
     @property
@@ -156,7 +155,8 @@ class LatentAttention(nnx.Module):
     def _queries(self, q_BTZ: jax.Array, angles: Angles) -> jax.Array:
         """Returns rotated queries of their source."""
         w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
-        return rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles.full)
+        q_BTHC = rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles.full)
+        return angles.grown(q_BTHC)
 
     def _in_context(self, x_BtD: jax.Array, segment_BS: jax.Array, angles: Angles) -> jax.Array:
         """`__call__` where devices share sequences: they exchange latents, expand those seen."""
@@ -202,13 +202,13 @@ class LatentAttention(nnx.Module):
         return self.kv_norm(latent_BtZ), rotated_BtR
 
 
-def _kept(projected: Projected, angles: Angles) -> jax.Array:
+def kept_of(projected: Projected, angles: Angles) -> jax.Array:
     """Returns the cache's entry for each position: the latent, then the rotated key."""
     rotated_BT1R = rotate(projected.rotated_BTR[:, :, None], angles.full)
     return jnp.concatenate([projected.latent_BTZ, rotated_BT1R[:, :, 0]], axis=-1)
 
 
-def _split_weight(w_ZHC: Weight, count: int) -> tuple[Weight, Weight]:
+def split_weight(w_ZHC: Weight, count: int) -> tuple[Weight, Weight]:
     """Splits a weight into parts for the channels before the last `count`, and for these."""
     if not isinstance(w_ZHC, AdaptedWeight):
         before, last = split_last(w_ZHC, count)
@@ -219,20 +219,20 @@ def _split_weight(w_ZHC: Weight, count: int) -> tuple[Weight, Weight]:
     return AdaptedWeight(before, adapters[0]), AdaptedWeight(last, adapters[1])
 
 
-def _into_latent(q_BHC: jax.Array, w_ZHC: Weight) -> jax.Array:
+def into_latent(q_BHC: jax.Array, w_ZHC: Weight) -> jax.Array:
     """Multiplies each head's channels by its matrix, transposed; of an adapter by both factors."""
     if not isinstance(w_ZHC, AdaptedWeight):
         return jnp.einsum("bhc,zhc->bhz", q_BHC, w_ZHC)
     a_ZA, b_AHC = w_ZHC.adapter
-    return _into_latent(q_BHC, w_ZHC.weight) + _into_latent(q_BHC, b_AHC) @ a_ZA.T
+    return into_latent(q_BHC, w_ZHC.weight) + into_latent(q_BHC, b_AHC) @ a_ZA.T
 
 
-def _out_of_latent(y_BHZ: jax.Array, w_ZHC: Weight) -> jax.Array:
+def out_of_latent(y_BHZ: jax.Array, w_ZHC: Weight) -> jax.Array:
     """Multiplies each head's latent by its matrix; of an adapter by both factors."""
     if not isinstance(w_ZHC, AdaptedWeight):
         return jnp.einsum("bhz,zhc->bhc", y_BHZ, w_ZHC)
     a_ZA, b_AHC = w_ZHC.adapter
-    return _out_of_latent(y_BHZ, w_ZHC.weight) + _out_of_latent(y_BHZ @ a_ZA, b_AHC)
+    return out_of_latent(y_BHZ, w_ZHC.weight) + out_of_latent(y_BHZ @ a_ZA, b_AHC)
 
 
 def split_last(x: jax.Array, count: int) -> list[jax.Array]:

@@ -92,9 +92,15 @@ def to_maxtext(cfg: Config, platform: str) -> Translation:
 
 def _model(cfg: Config) -> list[Option]:
     """Returns the name of the model, or its shapes where MaxText has no name for it."""
-    if (name := MAXTEXT.get(shape_of(cfg))) is not None:
-        return [Option("model_name", name, "MaxText's file of this model has the same shape")]
     model, moe = cfg.model, cfg.moe
+    indexer: dict[str, Value] = {}
+    if model.is_sparse:
+        own = model.indexer
+        indexer = {"use_indexer": True, "indexer_n_heads": own.heads}
+        indexer |= {"indexer_head_dim": own.width, "indexer_topk": own.keys}
+    if (name := MAXTEXT.get(shape_of(cfg))) is not None:
+        named = Option("model_name", name, "MaxText's file of this model has the same shape")
+        return [named, *(Option(key, value, SHAPE) for key, value in indexer.items())]
     dense = model.mlp_hidden if model.has_dense_blocks else moe.expert_hidden
     shapes: dict[str, Value] = {
         "base_emb_dim": model.width,
@@ -114,7 +120,7 @@ def _model(cfg: Config) -> list[Option]:
             "shared_experts": moe.shared_width // moe.expert_hidden,
             "first_num_dense_layers": model.first_dense_layers,
         }
-    return [Option(name, value, SHAPE) for name, value in shapes.items()]
+    return [Option(name, value, SHAPE) for name, value in (shapes | indexer).items()]
 
 
 def _mesh(cfg: Config, sizes: Sizes, platform: str) -> list[Option]:

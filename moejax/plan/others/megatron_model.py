@@ -21,10 +21,12 @@ def model_options(cfg: Config) -> list[Option]:
         "rotary-base": int(model.rope.theta),
         "normalization": "RMSNorm",
         "norm-epsilon": model.norm_epsilon,
-        "swiglu": None,
+        {"relu2": "squared-relu"}.get(model.activation, "swiglu"): None,
         "disable-bias-linear": None,
     }
     values |= _latent(model) if model.is_latent else _grouped(model)
+    if model.is_sparse:
+        values |= _indexer(cfg)
     if not model.tie_embeddings:
         values["untie-embeddings-and-output-weights"] = None
     if model.predict_ahead:
@@ -63,6 +65,20 @@ def _latent(model: ModelConfig) -> dict[str, Value]:
     return values
 
 
+def _indexer(cfg: Config) -> dict[str, Value]:
+    own, loss = cfg.model.indexer, cfg.train.indexer_loss
+    values: dict[str, Value] = {
+        "experimental-attention-variant": "dsa",
+        "dsa-indexer-n-heads": own.heads,
+        "dsa-indexer-head-dim": own.width,
+        "dsa-indexer-topk": own.keys,
+        "dsa-indexer-loss-coeff": loss,
+    }
+    if loss:  # over the keys chosen
+        values["dsa-indexer-use-sparse-loss"] = None
+    return values
+
+
 def _experts(cfg: Config) -> dict[str, Value]:
     moe, router = cfg.moe, cfg.moe.router
     values: dict[str, Value] = {
@@ -76,6 +92,8 @@ def _experts(cfg: Config) -> dict[str, Value]:
         values["moe-shared-expert-intermediate-size"] = moe.shared_width
         if moe.shared_gate:
             values["moe-shared-expert-gate"] = None
+    if moe.latent is not None:
+        values["moe-latent-size"] = moe.latent
     if router.score == "sigmoid":
         values["moe-router-score-function"] = "sigmoid"
     elif not router.renormalize:
@@ -132,7 +150,10 @@ def model_gaps(cfg: Config) -> list[Gap]:
         "RMSNorm of queries and keys behind rotary positions": model.qk_norm == "rotated",
         "norms behind attention and MLP": model.block_norm != "before",
         "norms of experts, router and shared experts each": cfg.moe.own_norms,
-        "norms of values": model.value_norm,
+        "norms or factors of values": model.value_norm or model.value_scale != 1.0,
+        "values of another width than keys": not model.is_latent
+        and model.value_channels != model.head_width,
+        "queries that grow with the position": model.rope.query_growth > 0,
         "other heads in blocks without a window": model.full_attention != FullAttentionConfig(),
         "factors of blocks": model.layer_scale,
         "factors of experts": cfg.moe.expert_scale,
@@ -141,8 +162,10 @@ def model_gaps(cfg: Config) -> list[Gap]:
         or {model.embedding_scale, model.residual_scale, model.logit_divisor} != {1.0},
         "sliding window": model.sliding_window is not None,
         f"linear attention {model.linear.form}": model.is_linear,
-        "attention without positions": not model.rotates,
-        {"geglu": "GEGLU"}.get(model.activation, "clamped SwiGLU"): model.activation != "swiglu",
+        "attention without positions": model.positions != "rotary",
+        {"geglu": "GEGLU"}.get(model.activation, "clamped SwiGLU"): model.activation
+        not in ("swiglu", "relu2"),
+        "layers of attention, an MLP or experts alone": model.parts < 2 * model.num_layers,
         "biases of experts, router or attention's output": cfg.moe.expert_bias
         or cfg.moe.router_bias
         or model.attention_output_bias,

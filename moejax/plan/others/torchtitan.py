@@ -159,6 +159,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
         (unknown, "a registered config of this model", register),
         whole_row(cfg, "spreads the copies' shards over its efsdp axis"),
         (cut, hidden, experts),
+        (cfg.model.is_sparse, "sparse attention", "has dense latent attention"),
         (cfg.model.predict_ahead > 0, "multi-token prediction", ahead),
         dense_row(cfg, "gathers and reduces block by block, in each micro-batch"),
         chunks_row(cfg, "exchanges all tokens at once"),

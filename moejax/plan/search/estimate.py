@@ -7,7 +7,7 @@ pipeline stages all layers count as the stages'.
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from moejax.config.checks.size import attention_parameters, mean_of_mixers
+from moejax.config.checks.size import attention_parameters, mean_of_mixers, mlp_parameters
 from moejax.config.pattern import block_kinds, layer_groups, settings_of
 from moejax.config.schema import Config, ModelConfig
 from moejax.layout.layout import Axes, Layout, build_layout
@@ -53,10 +53,10 @@ class Estimate:
     @property
     def weights(self) -> tuple[float, float]:
         """Parameters of a whole block, (dense, experts): a mean over all blocks."""
-        model, moe, share = self.cfg.model, self.cfg.moe, self.expert_blocks
-        hidden = share * moe.shared_width + (1 - share) * model.mlp_hidden
-        dense = attention_parameters(model) + 3.0 * model.width * hidden
-        return dense, share * 3.0 * moe.num_experts * model.width * moe.expert_hidden
+        dense, experts, beside = mlp_parameters(self.cfg)
+        share = self.expert_blocks
+        own = share * beside + self.dense_blocks * dense
+        return attention_parameters(self.cfg.model) + own, share * experts
 
     @property
     def expert_blocks(self) -> float:
@@ -66,6 +66,12 @@ class Estimate:
         return (model.expert_layers + ahead) / model.blocks
 
     @property
+    def dense_blocks(self) -> float:
+        """Share of the blocks that have a dense MLP."""
+        model = self.cfg.model
+        return 1 - self.expert_blocks - model.layer_mlps.count("none") / model.blocks
+
+    @property
     def trained(self) -> tuple[float, float]:
         """Parameters of a whole block that are trained: all, or adapters of all matrices."""
         model, moe, rank = self.cfg.model, self.cfg.moe, self.cfg.lora.rank
@@ -73,13 +79,15 @@ class Estimate:
         if rank is None:
             return self.weights
 
-        def mlp(hidden: int) -> float:
-            return rank * (2.0 * model.width + 3.0 * hidden)
+        def mlp(hidden: int, width: int = model.width) -> float:
+            return rank * (2.0 * width + (model.hidden_inputs + 1) * hidden)
 
         attention = rank * mean_of_mixers(model, lambda matrices: sum(map(sum, matrices)))
         shared = mlp(moe.shared_width) if moe.shared_width else 0.0
-        dense = share * shared + (1 - share) * mlp(model.mlp_hidden)
-        return attention + dense, share * moe.num_experts * mlp(moe.expert_hidden)
+        shared += 2 * rank * (model.width + moe.latent) if moe.latent else 0.0
+        dense = share * shared + self.dense_blocks * mlp(model.mlp_hidden)
+        experts = moe.num_experts * mlp(moe.expert_hidden, moe.latent or model.width)
+        return attention + dense, share * experts
 
     @property
     def tables(self) -> float:
@@ -160,7 +168,8 @@ class Estimate:
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         rows = self.tokens / layout.size(layout.tensor)
         rows *= moe.experts_per_token * (1.5 if model.has_experts else 0)
-        hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
+        own = 3 * (moe.latent or model.width) + (model.hidden_inputs + 1) * moe.expert_hidden
+        hidden = rows * own * (1.0 if "none" not in model.layer_mlps else self.expert_blocks)
         channels, _ = _mixers(model, self.cfg.data.sequence_length)
         attention = self.tokens * channels / layout.size(layout.tensor)
         keys = 2 * self._seen_keys() * (self.cfg.mesh.context_exchange == "gather")
@@ -201,11 +210,11 @@ class Estimate:
 
         Experts are sharded as they are; everything else over tensor alone.
         """
-        layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
-        hidden = moe.shared_width if model.has_experts else model.mlp_hidden
-        dense = attention_parameters(model) + 3.0 * model.width * hidden
-        experts = 3.0 * moe.num_experts * model.width * moe.expert_hidden * model.has_experts
-        return dense / layout.size(layout.tensor) + experts / self.expert_share
+        layout, model = self.layout, self.cfg.model
+        dense, experts, beside = mlp_parameters(self.cfg)
+        own = attention_parameters(model) + (beside if model.has_experts else dense)
+        experts *= model.has_experts
+        return own / layout.size(layout.tensor) + experts / self.expert_share
 
     def _kept_in_node(self) -> float:
         """Returns the parameters that a device keeps after gathering weights across nodes."""
@@ -339,7 +348,7 @@ class Estimate:
         width, local = WIDTHS[model.dtype], self.tokens / layout.size(layout.tensor)
         total = 0.0
         if model.has_experts:
-            rows = 1.25 * local * moe.experts_per_token * model.width * width
+            rows = 1.25 * local * moe.experts_per_token * (moe.latent or model.width) * width
             if layout.size(layout.expert_owner_axes) > 1:  # from token order to buckets, and back
                 device = self.topology.device
                 moved = 8 * rows / device.gather_bytes_per_s + SMALL_OPS * device.startup_s
@@ -378,7 +387,8 @@ class Estimate:
     def _full_blocks(self) -> float:
         """Returns the share of the blocks that have no window."""
         kinds = [kind for group, n in layer_groups(self.cfg.model) for kind in group * n]
-        return sum(kind.window is None for kind in kinds) / len(kinds)
+        full = sum(kind.window is None and kind.mixer != "none" for kind in kinds)
+        return full / len(kinds)
 
     def _weights(self) -> float:
         """Returns a block's seconds of gathering weights and reducing gradients."""

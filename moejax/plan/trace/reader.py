@@ -22,7 +22,7 @@ from moejax.plan.trace.schedule import TRAFFIC, Collective, Op, Schedule, collec
 # Primitives whose result shares the buffer of the first operand.
 VIEWS = ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "reshard")
 # Primitives that cost nothing: the compiler computes them where they are used.
-CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
+CONSTANTS = ("iota", "axis_index", "random_seed", "empty2")
 # Primitives that read no more of the first operand than they return.
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
 EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos")
@@ -59,15 +59,23 @@ class _Reader:
         self.storage = Storage()
         self.nodes: list[Node] = []
         self.sent: set[int] = set()  # values that copies from the device made
+        self.empty: set[int] = set()  # values that are not written yet
 
     def _new(self, var: Any) -> int:
         """Returns a new value in a buffer of the memory that a variable lies in."""
         return self.storage.new(_bytes(var.aval), on_host=_is_on_host(var))
 
-    def schedule(self, jaxpr: Any, scope: Scope) -> Schedule:
-        """Returns the schedule of a jaxpr inside the named scopes, outermost first."""
+    def schedule(self, jaxpr: Any, scope: Scope, carried: int | None = None) -> Schedule:
+        """Returns the schedule of a jaxpr inside the named scopes, outermost first.
+
+        Args:
+          carried: of a loop's body the number of results that go to the next trip. Copies to the
+            host write the others where they are stacked.
+        """
         inputs = [self._new(var) for var in jaxpr.invars]
         outputs = self._run(jaxpr, inputs, scope)
+        for value in self.sent.intersection(outputs[carried:] if carried is not None else ()):
+            self.storage.resize(value, 0)
         return fuse(self.nodes, self.storage, inputs, outputs)
 
     def _run(self, jaxpr: Any, operands: Sequence[int | None], scope: Scope) -> list:
@@ -95,6 +103,9 @@ class _Reader:
             return self._collective(eqn, operands, scope)
         if name == "device_put":
             return self._copies(eqn, operands, scope)
+        if name == "empty":
+            self.empty.add(value := self._new(eqn.outvars[0]))
+            return [value]
         if name == "scan":
             return self._scan(eqn, operands, scope)
         if name == "while":
@@ -179,12 +190,14 @@ class _Reader:
                 written.append(value)
                 continue
             copy = self._new(after)
+            written.append(copy)
+            if value in self.empty:
+                continue  # nothing has been written that could be copied
             op = Op(
                 "from_device" if away else "to_device", *_labels(scope), bytes=_bytes(after.aval)
             )
             self.nodes.append(Node(op, _reads([value]), (copy,)))
             self.sent.update([copy] if away else [])
-            written.append(copy)
         return written
 
     def _on_host(self, eqn: Any, operands: list, scope: Scope) -> Sequence[int | None]:
@@ -250,8 +263,8 @@ class _Reader:
         Args:
           carried: index of the carry in the body's inputs, and its initial values.
         """
-        body = _Reader(self.rounds).schedule(opened(jaxpr), scope)
         first, carry = carried
+        body = _Reader(self.rounds).schedule(opened(jaxpr), scope, len(carry))
         written: list[int] = [
             self._new(var) if value is None else self.storage.alias(value)
             for value, var in zip(carry, eqn.outvars, strict=False)

@@ -26,13 +26,15 @@ layers, R = L / V those of one of its V virtual stages (`repeats`), S slots.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm.host import to_device, to_host, zeros_by_layer
+from moejax.comm import host
+from moejax.comm.host import to_device, to_memory_of
 from moejax.step.pipeline.model import Past, RouterParts, StagedModel, StageTask
 from moejax.step.pipeline.schedule import Phase, PipelineSchedule
 from moejax.step.pipeline.weights import entry
@@ -49,7 +51,8 @@ class Slots(NamedTuple):
       past: keys and values of micro-batches whose slices have begun, arrays [S, R, B, T, ...].
       distant: of a `DistantStage` all slots, on the host, and one more for tasks in the bubble:
         [S + 1, R, ...]. `saved` are then the two on the device.
-      coming: during a tick the residuals that arrive for the next one, [R, ...].
+      coming, leaving: during a tick the residuals that arrive for the next one, and those of the
+        last one that have yet to leave, [R, ...].
       slot: of the last task that ran forward; its place among `distant`.
     """
 
@@ -57,6 +60,7 @@ class Slots(NamedTuple):
     past: Arrays
     distant: Sequence[jax.Array] = ()
     coming: Sequence[jax.Array] = ()
+    leaving: Sequence[jax.Array] = ()
     slot: jax.Array | None = None
 
 
@@ -274,6 +278,7 @@ class SavingStage:
         return self.layers.backward(saved, task, layer, past, gradients)
 
 
+SMALL = 64  # residuals of less than this part of a slot stay on the device
 AHEAD, BEHIND = 0, 1  # slots on the device: of the task that ran forward, of the one that runs back
 
 
@@ -284,26 +289,37 @@ class DistantStage(SavingStage):
         """As `SavingStage.empty_slots`."""
         near = super().empty_slots(schedule._replace(saved_groups=(2,), stages=1), x_BtD)
         own = super().empty_slots(schedule, x_BtD)
-        distant = [zeros_by_layer((schedule.slots + 1, *x.shape[1:]), x.dtype) for x in near.saved]
+        least = sum(x.nbytes for x in near.saved) / SMALL
+
+        def all_slots(x: jax.Array) -> jax.Array:
+            make = host.empty if x.nbytes > least else jnp.zeros
+            return make((schedule.slots + 1, *x.shape[1:]), x.dtype)
+
+        distant = list(map(all_slots, near.saved))
         return Slots(near.saved, own.past, distant, slot=jnp.int32(schedule.slots))
 
     def begin_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
-        """Sends the residuals of the last tick to the host, and those of the next tick back."""
-        distant, coming = slots.distant, ()
-        put, get = lax.dynamic_update_index_in_dim, lax.dynamic_index_in_dim
-        if phase.forward:
-            pairs = zip(distant, slots.saved, strict=True)
-            distant = [put(x, to_host(near[AHEAD]), slots.slot, 0) for x, near in pairs]
+        """Has the residuals of the next tick come, and sends those of the last to the host.
+
+        What comes is read before anything is written in place: what the last stage needs of the
+        last tick is on the device (`end_tick`). If both passes run, what leaves waits (`_sent`).
+        """
         if phase.backward:
-            coming = [to_device(get(x, following.slot, keepdims=False)) for x in distant]
-        return slots._replace(distant=distant, coming=coming)
+            get = partial(lax.dynamic_index_in_dim, index=following.slot, axis=0, keepdims=False)
+            slots = slots._replace(coming=[to_device(get(x)) for x in slots.distant])
+        if phase.forward:
+            slots = slots._replace(leaving=[near[AHEAD] for near in slots.saved])
+        return slots if phase.backward else self._sent(slots, ())
 
     def end_tick(self, slots: Slots, phase: Phase, following: StageTask) -> Slots:
-        """Has what arrived ready for backward; what just ran forward was never sent."""
+        """Has what arrived ready for backward; what just ran forward was never sent.
+
+        In the bubble what arrives may never have been written, so it is not read.
+        """
         if not phase.backward:  # then only the last stage runs backward at the next tick
             coming = [near[AHEAD] for near in slots.saved]
         else:
-            here = following.slot == slots.slot
+            here = (following.slot == slots.slot) | ~following.valid
             pairs = zip(slots.saved, slots.coming, strict=True)
             coming = [jnp.where(here, near[AHEAD], x) for near, x in pairs]
         saved = [x.at[BEHIND].set(y) for x, y in zip(slots.saved, coming, strict=True)]
@@ -312,8 +328,8 @@ class DistantStage(SavingStage):
     def forward(self, slots: Slots, x_BtD: jax.Array, task: StageTask) -> Any:
         """As `SavingStage.forward`."""
         near, task_ahead = _near(slots), task._replace(slot=jnp.int32(AHEAD))
-        new, *results = super().forward(near, x_BtD, task_ahead)
-        return self._taken(slots, new, task), *results
+        new, y_BtD, parts = super().forward(near, x_BtD, task_ahead)
+        return self._taken(self._sent(slots, y_BtD), new, task), y_BtD, parts
 
     def backward(self, slots: Slots, task: StageTask, gradients: Gradients) -> Any:
         """As `SavingStage.backward`."""
@@ -332,9 +348,19 @@ class DistantStage(SavingStage):
             task._replace(slot=jnp.int32(slot))
             for task, slot in ((forward, AHEAD), (backward, BEHIND))
         )
-        near = _near(slots)
+        near, slots = _near(slots), self._sent(slots, ())
         new, *results = super().forward_and_backward(near, x_BtD, ahead, behind, gradients)
         return self._taken(slots, new, forward), *results
+
+    def _sent(self, slots: Slots, behind: Any) -> Slots:
+        """Sends what leaves to the host, when what comes is here and `behind` is computed."""
+        if not slots.leaving:
+            return slots
+        *_, coming, leaving = lax.optimization_barrier((behind, slots.coming, slots.leaving))
+        put = partial(lax.dynamic_update_index_in_dim, index=slots.slot, axis=0)
+        pairs = zip(slots.distant, leaving, strict=True)
+        distant = [put(x, to_memory_of(x, near)) for x, near in pairs]
+        return slots._replace(distant=distant, coming=coming, leaving=())
 
     def _taken(self, slots: Slots, new: Slots, task: StageTask) -> Slots:
         """Returns the slots after a task ran forward; in the bubble its place is the last."""

@@ -199,6 +199,7 @@ def test_the_rows_that_are_computed_are_those_of_the_blocks(rows):
 # Of random numbers some lie at it, and more beyond.
 LIMIT = 1.5
 PLAIN, CLAMPED, GEGLU = Gate(), Gate("clamped_swiglu", LIMIT), Gate("geglu")
+RELU2 = Gate("relu2")  # without a gate
 
 
 def with_biases(sizes, spare_rows, dtype=np.float32):
@@ -217,11 +218,13 @@ def one_by_one(sizes, activation, x, w_in, w_out, b_in=None, b_out=None):
     parts, start = [], 0
     for g, size in enumerate(sizes):
         rows = x[start : start + size]
-        gate, up = rows @ w_in[g, :, 0], rows @ w_in[g, :, 1]
+        gate, up = rows @ w_in[g, :, 0], rows @ w_in[g, :, -1]
         if b_in is not None:
-            gate, up = gate + b_in[g, 0], up + b_in[g, 1]
+            gate, up = gate + b_in[g, 0], up + b_in[g, -1]
         limit = activation.limit
-        if activation == GEGLU:
+        if activation == RELU2:
+            hidden = jnp.where(up > 0, up * up, 0)
+        elif activation == GEGLU:
             hidden = gate * up * jax.nn.sigmoid(1.59576912 * gate + 0.07135481 * gate**3)
         elif limit is None:
             hidden = gate * up / (1 + jnp.exp(-gate))
@@ -277,16 +280,19 @@ def factors(shapes, dtype=np.float32):
         ("reference", PLAIN, False, "out"),
         ("blocked", GEGLU, False, ""),
         ("ragged_dot", GEGLU, True, "in"),
+        ("blocked", RELU2, True, ""),
+        ("ragged_dot", RELU2, False, "in"),
     ],
 )
 def test_value_and_gradients_are_those_of_the_plain_form(
     implementation, activation, biased, adapted
 ):
     """Gradients of the trained arrays, and of ones that the results are multiplied by."""
-    x, *weights, gradient = with_biases(SIZES, 5)
-    weights = weights if biased else weights[:2]
+    x, w_in, w_out, b_in, b_out, gradient = with_biases(SIZES, 5)
+    U = 1 if activation == RELU2 else 2
+    weights = [w_in[:, :, :U], w_out, *((b_in[:, :U], b_out) if biased else ())]
     counts, G, rows = jnp.asarray(SIZES, jnp.int32), len(SIZES), sum(SIZES)
-    of_in, of_out = factors([(G, 6, 3), (G, 3, 2, 4)]), factors([(G, 4, 3), (G, 3, 6)])
+    of_in, of_out = factors([(G, 6, 3), (G, 3, U, 4)]), factors([(G, 4, 3), (G, 3, 6)])
     adapters = of_in if "in" in adapted else None, of_out if "out" in adapted else None
     trained, one_M1 = adapters if adapted else weights, jnp.ones((len(gradient), 1))
 

@@ -25,6 +25,13 @@ def test_the_tensor_axis_is_named_by_what_it_shards(activations, name):
     assert its.value("per_device_batch_size") == 0.25
 
 
+def test_sparse_attention_has_its_indexer_beside_the_name_of_dense_models_of_its_shape():
+    its = to_maxtext(plan("DeepSeek-V3.2", mesh__expert=64), "gpu")
+    assert its.value("model_name") == "deepseek3-671b"
+    names = ("use_indexer", "indexer_n_heads", "indexer_head_dim", "indexer_topk")
+    assert [its.value(name) for name in names] == [True, 64, 128, 2048]
+
+
 def test_dropless_and_capacity_take_different_paths():
     cfg = plan("Qwen3-30B-A3B", mesh__expert=8, mesh__fsdp=8)
     its = to_maxtext(cfg, "tpu")

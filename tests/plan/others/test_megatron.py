@@ -88,6 +88,14 @@ def test_latent_attention_counts_rotated_channels_apart():
     assert its["moe-router-num-groups"] == 8
 
 
+def test_sparse_attention_has_its_indexer():
+    its = options(plan("DeepSeek-V3.2", mesh__expert=64))
+    assert its["experimental-attention-variant"] == "dsa"
+    assert (its["dsa-indexer-n-heads"], its["dsa-indexer-head-dim"]) == (64, 128)
+    assert (its["dsa-indexer-topk"], its["dsa-indexer-loss-coeff"]) == (2048, 0.0)
+    assert "dsa-indexer-use-sparse-loss" not in its
+
+
 @pytest.mark.parametrize(
     ("first", "every", "layers"), [(3, 1, 61), (0, 2, 8), (1, 3, 9), (0, 4, 3), (2, 2, 6)]
 )

@@ -16,6 +16,12 @@ def test_experts_lie_on_expert_and_tensor_ranks_together(weights, degree):
     assert lost == (weights == "hidden")
 
 
+def test_sparse_attention_is_a_gap():
+    for name, sparse in (("DeepSeek-V3", False), ("DeepSeek-V3.2", True)):
+        gaps = to_torchtitan(plan(name, mesh__expert=64)).gaps
+        assert any(gap.what == "sparse attention" for gap in gaps) == sparse
+
+
 def test_gathered_weights_are_kept_where_nothing_is_recomputed():
     for remat, policy in (("none", "never"), ("collectives", "never"), ("full", "always")):
         its = to_torchtitan(plan("Qwen3-30B-A3B", mesh__fsdp=64, model__remat=remat))

@@ -19,7 +19,7 @@ from moejax.comm.links import build_link
 from moejax.comm.weights.adapters import Adapter
 from moejax.comm.weights.stage_weights import gather_stage_weights
 from moejax.config.compression import build_compression
-from moejax.config.schema import CompressionConfig, LinearConfig, LoraConfig
+from moejax.config.schema import CompressionConfig, IndexerConfig, LinearConfig, LoraConfig
 from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
@@ -27,17 +27,22 @@ from moejax.plan.trace.reader import collectives
 from moejax.step.model import check_adapters, layouts_of
 from moejax.step.pipeline.stage import Layers
 from tests.annotations import without_annotations
-from tests.cases import CERTAIN, GEMMA, few, random_batch, small_config, step_for
+from tests.cases import CERTAIN, GEMMA, MIMO, few, random_batch, small_config, step_for
 
 ANY = pytest.mark.exhaustive
 NO_BALANCE = {"balance_loss": 0.0}
 INTERLEAVED = {"stage_chunks": 2}
 AHEAD = {"predict_ahead": 1}
 LATENT = {"attention": "latent", "kv_latent": 16, "q_latent": 8, "rope_width": 4}
+SPARSE = LATENT | {"attention": "sparse", "indexer": IndexerConfig(heads=6, width=8, keys=5)}
+SPARSE |= {"head_width": 8}
 UNTIED = {"tie_embeddings": False}
 DELTA = LinearConfig("gated_delta", 4, 8, key_width=6, value_width=4)
 # What a state answers at first is small; a larger epsilon keeps its norm from scaling rounding up.
 DELTA = {"linear": DELTA, "full_attention_every": 2, "norm_epsilon": 1e-2}
+MAMBA = DELTA | {"linear": LinearConfig("mamba2", 4, 8, key_width=6, value_width=8)}
+MAMBA |= {"layer_attention": ("linear", "none") * 4, "layer_mlps": ("none", "experts") * 4}
+MAMBA |= {"activation": "relu2", "full_attention_every": None}
 KIMI = DELTA | {"linear": LinearConfig("kimi_delta", 4, 4, key_width=6, value_width=8)}
 
 
@@ -217,11 +222,14 @@ CASES = {
     },
     "gated delta net": {"model": DELTA, "layers": 4},
     "Kimi's delta attention": {"model": KIMI, "layers": 4},
+    "sparse": {"model": SPARSE},
+    "Mamba-2, then experts": {"model": MAMBA, "moe": {"latent": 8, **CERTAIN}, "layers": 8},
     # Without the constants of blocks, which have no gradient.
     "norms and heads of Gemma 4": {
         "model": {**GEMMA["model"], "num_layers": 4, "layer_scale": False},
         "moe": {**GEMMA["moe"], **CERTAIN},
     },
+    "heads of MiMo-V2": {"model": {**MIMO, "num_layers": 4}, "layers": 4},
     "ahead, dense before, latent": {
         "model": {"first_dense_layers": 1, **UNTIED, **LATENT, **AHEAD},
         "router": {"balance_over": "sequence", "z_loss": 0.1},

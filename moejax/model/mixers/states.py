@@ -1,0 +1,147 @@
+"""What mixers share whose heads keep a state in place of keys and values.
+
+Queries, keys and values go through a short convolution. Letters: G key heads of C channels, H value
+heads of V channels; X and Y as in `kernels.chunks`; N slots of a cache.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from moejax.annotations import Array, Float, Int
+from moejax.config.schema import ModelConfig
+from moejax.kernels.chunks import convolve, next_tail
+from moejax.kernels.kept import ATTENDED, INVERSES
+from moejax.layout.layout import Layout
+from moejax.layout.spec import StepSpec
+from moejax.model.context import Rows
+from moejax.model.mixers.attention import project_from_heads
+from moejax.model.mixers.interface import CacheArray, CacheSize
+from moejax.model.rope import Angles
+
+STEPS = 1e-3, 0.1  # least and largest softplus of the bias of fading, at first
+
+
+class Past(NamedTuple):
+    """What a text's later positions need of earlier ones.
+
+    Attributes:
+      tails: projections of the last Y positions: queries, keys [B, Y, G, C], values [B, Y, H, V].
+    """
+
+    state_BHCV: jax.Array
+    tails: tuple[jax.Array, jax.Array, jax.Array]
+
+
+class StateMixer(nnx.Module):
+    """A mixer with states, heads sharded over tensor; it has no window.
+
+    Subclasses have settings `cfg`, a `spec`, a matrix `w_o` [H, V, D], and the methods that raise
+    here.
+    """
+
+    cfg: ModelConfig
+    spec: StepSpec
+    w_o: nnx.Param
+
+    @staticmethod
+    def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
+        """Returns what a cache holds of a block: states [N, H, C, V], and the tails of `Past`."""
+        G, H = cfg.linear.key_heads, cfg.linear.value_heads
+        C, V, Y = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution - 1
+        rows, tensor = layout.row_axes, layout.tensor
+        state = CacheArray((size.slots, H, C, V), "float32", (rows, tensor))
+        shapes = [(size.slots, Y, *own) for own in ((G, C), (G, C), (H, V))]
+        return state, *(CacheArray(shape, cfg.dtype, (rows, (), tensor)) for shape in shapes)
+
+    def __call__(
+        self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
+    ) -> Float[Array, "B t D"]:
+        """Takes and returns activations in the layout between blocks; positions do not rotate."""
+        mix = jax.checkpoint(
+            lambda projected, small: self._mix(projected, small, segment_BS)[0],
+            policy=jax.checkpoint_policies.save_only_these_names(INVERSES),
+        )
+        y_BTHV = checkpoint_name(mix(self._project(x_BtD), self._small()), ATTENDED)
+        return project_from_heads(y_BTHV, self.w_o, self.spec)
+
+    def extend(
+        self,
+        x_1tD: Float[Array, "1 t D"],
+        cache: tuple[jax.Array, ...],
+        rows: Rows,
+        angles: Angles,
+    ) -> tuple[Float[Array, "1 t D"], tuple[jax.Array, ...]]:
+        """Runs the new tokens of rows, which stand in x one row after the other.
+
+        Args:
+          cache: the arrays of `cache`.
+        Returns:
+          The result of `__call__`, and the cache with the states behind the tokens.
+        """
+        R, T = rows.count_R.shape[0], rows.length
+        parts = self._project(x_1tD)
+        projected = type(parts)(*(x[0].reshape(R, T, *x.shape[2:]) for x in parts))
+        # A text that begins finds another's state in its slot.
+        state_RHCV, q_RYGC, k_RYGC, v_RYHV = (
+            jnp.where(rows.start_R.reshape(-1, 1, 1, 1) > 0, x if rows.every else x[rows.slot_R], 0)
+            for x in cache
+        )
+        past = Past(state_RHCV, (q_RYGC, k_RYGC, v_RYHV))
+        y_RTHV, state_RHCV = self._mix(projected, self._small(), None, past, rows.is_token_RT)
+        pairs = zip(projected[:3], past.tails, strict=True)
+        ends = (state_RHCV, *(next_tail(x, tail, rows.count_R) for x, tail in pairs))
+        # Rows without a token leave their slots as they are.
+        slot_R = jnp.arange(R) if rows.every else rows.slot_R
+        place_R = jnp.where(rows.count_R > 0, slot_R, cache[0].shape[0])
+        cache = tuple(x.at[place_R].set(y, mode="drop") for x, y in zip(cache, ends, strict=True))
+        y_1MHV = y_RTHV.reshape(1, R * T, *y_RTHV.shape[2:])
+        return project_from_heads(y_1MHV, self.w_o, self.spec), cache
+
+    def _project(self, x_BtD: jax.Array) -> Any:
+        """Projects all positions to this rank's heads: a named tuple, queries, keys, values first.
+
+        In the dtype of compute.
+        """
+        raise NotImplementedError
+
+    def _small(self) -> Any:
+        """Returns the parameters that are no matrices, of this rank's heads, in float32."""
+        raise NotImplementedError
+
+    def _mix(
+        self,
+        projected: Any,
+        small: Any,
+        segment_BT: jax.Array | None,
+        past: Past | None = None,
+        is_token_BT: jax.Array | None = None,
+    ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H C V"]]:
+        """Returns the gated results of this rank's heads, and the states behind them."""
+        raise NotImplementedError
+
+
+def convolved(
+    projected: tuple[jax.Array, ...],
+    weights: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None,
+    segment_BT: jax.Array | None,
+    past: Past | None,
+) -> list[jax.Array]:
+    """Returns queries, keys and values behind their convolution and SiLU, in float32."""
+    tails = (None,) * 3 if past is None else past.tails
+    parts = zip(projected, weights, tails, strict=True)
+    sums = [convolve(x, w, segment_BT, tail) for x, w, tail in parts]
+    added = sums if biases is None else [x + b for x, b in zip(sums, biases, strict=True)]
+    return [jax.nn.silu(x) for x in added]
+
+
+def first_steps(rngs: nnx.Rngs, shape: tuple[int, ...]) -> jax.Array:
+    """Returns biases whose softplus is uniform in its logarithm, between `STEPS`."""
+    low, high = map(math.log, STEPS)
+    first = jnp.exp(jax.random.uniform(rngs.params(), shape, minval=low, maxval=high))
+    return jnp.log(jnp.expm1(first))
