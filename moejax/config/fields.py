@@ -159,6 +159,7 @@ def _suggest(name: str) -> str:
         last = difflib.SequenceMatcher(None, wanted, own).ratio()
         ends = 0.3 * (wanted in own.split("_"))
         ends += 0.2 * (known.rpartition(".")[0] == name.rpartition(".")[0])
+        ends -= 0.3 * (known in sections())  # a group has no value
         return last + ends + difflib.SequenceMatcher(None, name, known).ratio()
 
     best = max([*fields(), *sections()], key=likeness)
