@@ -140,13 +140,16 @@ def write_cases(
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"{name}.json"
     before = json.loads(file.read_text())["cases"] if args.only else []
+    cases = list(cases)
+    every: dict[str, list] = {str(case): [] for case in cases}
+    for one in before:
+        every.get(str(tuple(one.values())[:3]), []).append(one)
     for case in cases:
-        found = [one for one in before if tuple(one.values())[:3] == case]
         if not args.only or args.only in str(case):
-            found = [compile_one(*case)]
-        elif not found:
+            every[str(case)] = [compile_one(*case)]
+        elif not every[str(case)]:
             print(f"left out, as the page before has it not: {case}")
-        result["cases"] += found
+        result["cases"] = [one for found in every.values() for one in found]
         file.write_text(json.dumps(result, indent=1) + "\n")
         file.with_suffix(".md").write_text(to_markdown(result))
     print(to_markdown(result))
