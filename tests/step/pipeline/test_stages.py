@@ -112,6 +112,9 @@ def errors(got, wanted):
         jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
     ):
         name = jax.tree_util.keystr(path)
+        if "['indexer']" in name:  # what it chooses is not differentiated
+            np.testing.assert_array_equal(g, 0)
+            continue
         assert np.linalg.norm(w) > 0, f"{name} has no gradient"
         found[name] = np.linalg.norm(np.asarray(g) - np.asarray(w)) / np.linalg.norm(w)
     return found
