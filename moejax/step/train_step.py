@@ -29,9 +29,10 @@ from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, layouts_of, parameter_sizes
 from moejax.step.optimizer import Optimizer
+from moejax.step.outer import build_outer, site_step
 from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.pipeline import forward as staged_forward
-from moejax.step.state import Batch, TrainState, Tree
+from moejax.step.state import Batch, Sites, TrainState, Tree
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class TrainStep:
     mesh: Mesh | AbstractMesh
     platform: str  # "cpu", "gpu" or "tpu"
     abstract: TrainState  # shapes, dtypes and shardings of the state
+    # The model as the step of one site sees it; `model` without an outer loop.
+    site: ModelDef
 
     @property
     def cfg(self) -> Config:
@@ -116,6 +119,7 @@ class TrainStep:
             "weights": local_bytes(state.params),
             **({} if state.frozen is None else {"frozen weights": local_bytes(state.frozen)}),
             "optimizer": local_bytes(state.optimizer),
+            **({} if state.sites is None else {"sites": local_bytes((state.sites, state.momentum))}),
             "codec memory": local_bytes(state.reduction),
             "batch": local_bytes(self.abstract_batch()),
         }
@@ -133,6 +137,8 @@ class TrainStep:
 
         def build() -> TrainState:
             weights, router_bias = self.model.init()
+            if self.abstract.sites is not None:
+                return self._first_of_sites(weights, router_bias)
             if self.abstract.frozen is None:
                 return self._first(weights)._replace(router_bias=router_bias)
             frozen = jax.tree.map(lambda x, a: x.astype(a.dtype), weights, self.abstract.frozen)
@@ -153,6 +159,46 @@ class TrainStep:
         load_LE = None if load is None else jnp.zeros(load.shape, load.dtype)
         reduction = self._empty_reduction()
         return TrainState(zero, zero, params, None, moments, reduction, load_LE=load_LE)
+
+    def _first_of_sites(self, params: Tree, router_bias: Tree) -> TrainState:
+        """The same with an outer loop: every site begins with these weights."""
+        first, abstract = self._first(params), self.abstract.sites
+        assert abstract is not None
+        own = Sites(params, router_bias, first.optimizer, None, None)
+
+        def begin(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, like.shape)
+
+        sites = jax.tree.map(begin, abstract._replace(load_LE=None, error=None), own)
+        zeros = jax.tree.map(
+            lambda like: jnp.zeros(like.shape, like.dtype), (abstract.load_LE, abstract.error)
+        )
+        return first._replace(
+            router_bias=router_bias,
+            optimizer=(),
+            sites=sites._replace(load_LE=zeros[0], error=zeros[1]),
+            momentum=jax.tree.map(jnp.zeros_like, params),
+        )
+
+    def at_sites(self, state: TrainState) -> TrainState:
+        """Returns the state with its weights at every site; the state itself has them elsewhere.
+
+        Without an outer loop it is returned as it is.
+        """
+        if state.sites is None:
+            return state
+        sites = state.sites._replace(params=None, router_bias=None)
+        abstract = self.abstract.sites
+        assert abstract is not None
+        shapes = abstract.params, abstract.router_bias
+        jax.tree.map(lambda x: x.delete(), (state.sites.params, state.sites.router_bias))
+
+        def begin(weights: Any) -> Any:
+            return jax.tree.map(lambda like, x: jnp.broadcast_to(x, like.shape), shapes, weights)
+
+        spread = jax.jit(begin, out_shardings=_shardings(shapes))
+        params, router_bias = spread((state.params, state.router_bias))
+        return state._replace(sites=sites._replace(params=params, router_bias=router_bias))
 
     def _adapters(self) -> Tree:
         return init_adapters(self.cfg.train.seed, self.dims, self.abstract.params)
@@ -210,7 +256,8 @@ class TrainStep:
         Args:
           dtype: dtype of trained matrices; None: as in training.
         """
-        weights = self.abstract._replace(optimizer=(), reduction=None, load_LE=None)
+        gone = {"optimizer": (), "sites": None, "momentum": None}
+        weights = self.abstract._replace(reduction=None, load_LE=None, **gone)
         if dtype is not None and weights.frozen is None:
             weights = weights._replace(params=matrices_in(dtype, self.dims, weights.params))
         return replace(self, abstract=weights)
@@ -227,6 +274,9 @@ class TrainStep:
     def step(self) -> Any:
         """The jitted step: (state, batch) -> (state, metrics). Donates the state."""
         body = partial(train_step, self.model, self._optimizer)
+        if self.abstract.sites is not None:
+            outer = build_outer(self.cfg, self.site)
+            body = partial(site_step, self.site, _build_optimizer(self.site), outer)
         return self._jitted(body, (self._state_specs, P()), donate_argnums=0)
 
     @cached_property
@@ -331,13 +381,18 @@ def build_step(
     form = {"stacked": stacked, "gathered": gathered, "rounds": rounds, "documents": documents}
     spec = build_spec(cfg, mesh, platform, codecs, tables=tables, **form)
     model, weights, router_bias = describe_model(cfg, spec)
-    shapes, specs = _describe_state(model, weights, router_bias)
+    site = model
+    if cfg.outer.every is not None:
+        site, _, _ = describe_model(cfg, replace(spec, layout=spec.layout.site))
+    shapes, specs = _describe_state(site, weights, router_bias)
+    if cfg.outer.every is not None:
+        shapes, specs = _with_sites(site, shapes, specs)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
         shapes,
         specs,
     )
-    return TrainStep(model, mesh, platform, _placed(model, abstract))
+    return TrainStep(model, mesh, platform, _placed(model, abstract), site)
 
 
 def _placed(model: ModelDef, state: TrainState) -> TrainState:
@@ -351,6 +406,8 @@ def _placed(model: ModelDef, state: TrainState) -> TrainState:
             return weights
         return jax.tree.map(lambda x, d: place(x, d[0] == "E" and is_product(d)), weights, dims)
 
+    if state.sites is not None:  # `checks.mesh` refuses the host's memory
+        return state
     moments = _build_optimizer(model).on_host(state.params, state.optimizer)
     state = state._replace(optimizer=jax.tree.map(place, state.optimizer, moments))
     if state.frozen is None:
@@ -394,6 +451,39 @@ def _describe_state(
         load_LE=None if load is None else P(),
     )
     return shapes, specs
+
+
+def _with_sites(
+    site: ModelDef, shapes: TrainState, specs: TrainState
+) -> tuple[TrainState, TrainState]:
+    """Returns shapes and shardings of a run with an outer loop from those of a site's own state.
+
+    What sites train gets their number as its first dimension, sharded over them. The outer weights
+    and momentum are the same at all sites, so each has a copy.
+    """
+    layout = site.layout
+    R, error = layout.size(layout.sites), build_outer(site.cfg, site).no_error
+
+    def of_sites(state: TrainState, error: Tree) -> Sites:
+        own = state.params, state.router_bias, state.optimizer, state.load_LE
+        return Sites(*own, error)
+
+    def stacked(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((R, *x.shape), x.dtype)
+
+    errors = jax.eval_shape(error, shapes.params)
+    error_specs = jax.tree.map(
+        lambda spec, x: None if x is None else spec,
+        specs.params,
+        error(shapes.params),
+        is_leaf=lambda x: x is None or isinstance(x, P),
+    )
+    gone = {"optimizer": (), "load_LE": None}
+    found = shapes._replace(
+        sites=jax.tree.map(stacked, of_sites(shapes, errors)), momentum=shapes.params, **gone
+    )
+    each = jax.tree.map(lambda spec: P(layout.sites, *spec), of_sites(specs, error_specs))
+    return found, specs._replace(sites=each, momentum=specs.params, **gone)
 
 
 def _build_optimizer(model: ModelDef) -> Optimizer:

@@ -84,12 +84,21 @@ def in_order(function: Callable, exchange: Exchange | None = None) -> Callable:
 Results = tuple[list[Any], jax.Array]  # the results, and the next token
 
 
+def is_beside(eqn: Any) -> bool:
+    """Whether an exchange is waited for only where its result is used.
+
+    Those are transfers between stages, and gathers of `wire.gather_beside`.
+    """
+    name = eqn.primitive.name
+    return name == "ppermute" or (name == "all_gather" and not eqn.params["tiled"])
+
+
 class _Rewriter:
     """Evaluates jaxprs with their collectives in order.
 
     A token is a zero computed from the last collective's result: using it makes the next
-    collective wait. After an exchanged transfer between stages the token is computed from the
-    transfer's number: the next collective waits only for its start. Every method takes the token
+    collective wait. After an exchange that `is_beside` the token is computed from its number: the
+    next collective waits only for its start. Every method takes the token
     before it and returns the token after it.
     """
 
@@ -110,7 +119,7 @@ class _Rewriter:
             transfers.compute(eqn.invars)
             inputs, name = transfers.read(eqn.invars), eqn.primitive.name
             exchange = self._exchange(eqn, inputs)
-            if exchange and name == "ppermute":
+            if exchange and is_beside(eqn):
                 after = transfers.start(eqn, exchange, inputs[0], after)
                 token = _token(after)
                 continue
