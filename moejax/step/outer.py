@@ -36,7 +36,8 @@ from moejax.step.per_device import train_step
 from moejax.step.state import Batch, Metrics, Sites, TrainState, Tree
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """The part of each array that a step averages; static but for its number.
 
     Attributes:
@@ -181,7 +182,8 @@ class OuterLoop:
         count = jnp.maximum(jnp.sum(finite_R), 1).astype(jnp.float32)
         means = [jnp.sum(jnp.where(finite_R[:, None], x, 0), 0) / count for x in arrived]
         finite = finite_R[wire.index(self.axes)]
-        deltas = groups.split(*means[1:] or [sent.wanted], means[0])
+        coded = means[1] if sent.wanted.size else sent.wanted
+        deltas = groups.split(coded, means[0])
         shared, moved = self._moved(shared, deltas, part)
         leaves, tree = jax.tree.flatten(inner)
         progress = [part.take(x) - old for x, old in zip(leaves, sent.before, strict=True)]

@@ -32,7 +32,8 @@ from moejax.step.optimizer import Optimizer
 from moejax.step.outer import build_outer, site_step
 from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.pipeline import forward as staged_forward
-from moejax.step.state import Batch, Sites, TrainState, Tree
+from moejax.step.sites import first_sites, sites_at, sites_to_read, with_sites
+from moejax.step.state import Batch, TrainState, Tree
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ class TrainStep:
             "weights": local_bytes(state.params),
             **({} if state.frozen is None else {"frozen weights": local_bytes(state.frozen)}),
             "optimizer": local_bytes(state.optimizer),
-            **({} if state.sites is None else {"sites": local_bytes((state.sites, state.momentum))}),
+            **(
+                {} if state.sites is None else {"sites": local_bytes((state.sites, state.momentum))}
+            ),
             "codec memory": local_bytes(state.reduction),
             "batch": local_bytes(self.abstract_batch()),
         }
@@ -137,8 +140,12 @@ class TrainStep:
 
         def build() -> TrainState:
             weights, router_bias = self.model.init()
-            if self.abstract.sites is not None:
-                return self._first_of_sites(weights, router_bias)
+            if (like := self.abstract.sites) is not None:
+                first = self._first(weights)
+                sites = first_sites(like, weights, router_bias, first.optimizer)
+                momentum = jax.tree.map(jnp.zeros_like, weights)
+                more = {"router_bias": router_bias, "sites": sites, "momentum": momentum}
+                return first._replace(optimizer=(), **more)
             if self.abstract.frozen is None:
                 return self._first(weights)._replace(router_bias=router_bias)
             frozen = jax.tree.map(lambda x, a: x.astype(a.dtype), weights, self.abstract.frozen)
@@ -160,45 +167,28 @@ class TrainStep:
         reduction = self._empty_reduction()
         return TrainState(zero, zero, params, None, moments, reduction, load_LE=load_LE)
 
-    def _first_of_sites(self, params: Tree, router_bias: Tree) -> TrainState:
-        """The same with an outer loop: every site begins with these weights."""
-        first, abstract = self._first(params), self.abstract.sites
-        assert abstract is not None
-        own = Sites(params, router_bias, first.optimizer, None, None)
+    @property
+    def num_sites(self) -> int:
+        """Number of sites of an outer loop."""
+        return self.layout.size(self.layout.replica)
 
-        def begin(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x, like.shape)
-
-        sites = jax.tree.map(begin, abstract._replace(load_LE=None, error=None), own)
-        zeros = jax.tree.map(
-            lambda like: jnp.zeros(like.shape, like.dtype), (abstract.load_LE, abstract.error)
-        )
-        return first._replace(
-            router_bias=router_bias,
-            optimizer=(),
-            sites=sites._replace(load_LE=zeros[0], error=zeros[1]),
-            momentum=jax.tree.map(jnp.zeros_like, params),
-        )
+    def of_sites(self, count: int) -> TrainState:
+        """Returns the abstract state that this run reads of a checkpoint of so many sites."""
+        like = self.abstract.sites
+        assert like is not None, "the run has an outer loop"
+        return self.abstract._replace(sites=sites_to_read(like, count, self.layout.replica))
 
     def at_sites(self, state: TrainState) -> TrainState:
-        """Returns the state with its weights at every site; the state itself has them elsewhere.
+        """Returns the state with its weights at every site, and the mean of the sites' moments.
 
         Without an outer loop it is returned as it is.
         """
-        if state.sites is None:
+        like, sites = self.abstract.sites, state.sites
+        if like is None or sites is None:
             return state
-        sites = state.sites._replace(params=None, router_bias=None)
-        abstract = self.abstract.sites
-        assert abstract is not None
-        shapes = abstract.params, abstract.router_bias
-        jax.tree.map(lambda x: x.delete(), (state.sites.params, state.sites.router_bias))
-
-        def begin(weights: Any) -> Any:
-            return jax.tree.map(lambda like, x: jnp.broadcast_to(x, like.shape), shapes, weights)
-
-        spread = jax.jit(begin, out_shardings=_shardings(shapes))
-        params, router_bias = spread((state.params, state.router_bias))
-        return state._replace(sites=sites._replace(params=params, router_bias=router_bias))
+        jax.tree.map(lambda x: x.delete(), sites._replace(optimizer=None))
+        begin = jax.jit(partial(sites_at, like), out_shardings=_shardings(like))
+        return state._replace(sites=begin(state.params, state.router_bias, sites.optimizer))
 
     def _adapters(self) -> Tree:
         return init_adapters(self.cfg.train.seed, self.dims, self.abstract.params)
@@ -386,7 +376,7 @@ def build_step(
         site, _, _ = describe_model(cfg, replace(spec, layout=spec.layout.site))
     shapes, specs = _describe_state(site, weights, router_bias)
     if cfg.outer.every is not None:
-        shapes, specs = _with_sites(site, shapes, specs)
+        shapes, specs = with_sites(site, shapes, specs)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
         shapes,
@@ -451,39 +441,6 @@ def _describe_state(
         load_LE=None if load is None else P(),
     )
     return shapes, specs
-
-
-def _with_sites(
-    site: ModelDef, shapes: TrainState, specs: TrainState
-) -> tuple[TrainState, TrainState]:
-    """Returns shapes and shardings of a run with an outer loop from those of a site's own state.
-
-    What sites train gets their number as its first dimension, sharded over them. The outer weights
-    and momentum are the same at all sites, so each has a copy.
-    """
-    layout = site.layout
-    R, error = layout.size(layout.sites), build_outer(site.cfg, site).no_error
-
-    def of_sites(state: TrainState, error: Tree) -> Sites:
-        own = state.params, state.router_bias, state.optimizer, state.load_LE
-        return Sites(*own, error)
-
-    def stacked(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((R, *x.shape), x.dtype)
-
-    errors = jax.eval_shape(error, shapes.params)
-    error_specs = jax.tree.map(
-        lambda spec, x: None if x is None else spec,
-        specs.params,
-        error(shapes.params),
-        is_leaf=lambda x: x is None or isinstance(x, P),
-    )
-    gone = {"optimizer": (), "load_LE": None}
-    found = shapes._replace(
-        sites=jax.tree.map(stacked, of_sites(shapes, errors)), momentum=shapes.params, **gone
-    )
-    each = jax.tree.map(lambda spec: P(layout.sites, *spec), of_sites(specs, error_specs))
-    return found, specs._replace(sites=each, momentum=specs.params, **gone)
 
 
 def _build_optimizer(model: ModelDef) -> Optimizer:

@@ -1,9 +1,10 @@
 """Several processes on CPU: exchanges beside which a program computes until it uses the result.
 
-For `comm.cpu.gloo`: transfers between pipeline stages, and the outer loop's between sites. XLA orders a program as it pleases, and gives the memory of one array to
-another that comes later in its order: a computation could then wait for a transfer whose result it
-does not use. So each long computation waits for the start of the transfers before it, and a
-transfer is waited for after all computations that come before the first use of its result.
+For `comm.cpu.gloo`: transfers between pipeline stages, and the outer loop's between sites. XLA
+orders a program as it pleases, and gives the memory of one array to another that comes later in its
+order: a computation could then wait for a transfer whose result it does not use. So each long
+computation waits for the start of the transfers before it, and a transfer is waited for after all
+computations that come before the first use of its result.
 """
 
 from collections.abc import Sequence

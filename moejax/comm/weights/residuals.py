@@ -92,6 +92,8 @@ def residual_specs(states: Any, params: Any, dims: Any, layouts: Any) -> Any:
 
     def spec(param: Any, letters: str, layout: Layout, state: Any) -> Any:
         leading = layout.stack_spec(param.ndim - len(letters))
-        return jax.tree.map(lambda _: PartitionSpec(*leading, layout.sites + layout.mesh_axes), state)
+        return jax.tree.map(
+            lambda _: PartitionSpec(*leading, layout.sites + layout.mesh_axes), state
+        )
 
     return jax.tree.map(spec, params, dims, layouts, states)
