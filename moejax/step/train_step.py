@@ -310,7 +310,7 @@ class TrainStep:
         options = compiler_options(
             self.platform,
             hops=len(self.spec.route.hops),
-            reduction_hops=reduction_hops("DHC", self.layout) if once else 1,
+            reduction_hops=reduction_hops("DHC", self.site.layout) if once else 1,
             stages=self.layout.size(self.layout.stage),
             ring=self.spec.context_exchange == "ring",
         )

@@ -25,7 +25,14 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.comm.cpu.exchange import Exchange, connected, hold
 from moejax.comm.cpu.held import HeldArrays
 from moejax.comm.cpu.transfers import Transfers, bind
-from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, scan_operands
+from moejax.comm.jaxprs import (
+    CALLS,
+    KINDS,
+    communicates,
+    inner_jaxprs,
+    is_beside,
+    scan_operands,
+)
 
 MOVES = ("all_to_all", "all_gather", "ppermute")  # collectives without arithmetic
 LARGE = 2**16  # bytes from which a collective goes through the exchange
@@ -82,15 +89,6 @@ def in_order(function: Callable, exchange: Exchange | None = None) -> Callable:
 
 
 Results = tuple[list[Any], jax.Array]  # the results, and the next token
-
-
-def is_beside(eqn: Any) -> bool:
-    """Whether an exchange is waited for only where its result is used.
-
-    Those are transfers between stages, and gathers of `wire.gather_beside`.
-    """
-    name = eqn.primitive.name
-    return name == "ppermute" or (name == "all_gather" and not eqn.params["tiled"])
 
 
 class _Rewriter:
