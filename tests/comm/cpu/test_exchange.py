@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import wire
 from moejax.comm.cpu import exchange, peers
 from moejax.comm.cpu.gloo import in_order
 from moejax.comm.cpu.peers import NotConnectedError
@@ -27,7 +26,7 @@ COLLECTIVES = {
     "all_gather": lambda x, axes: lax.all_gather(x, axes, axis=1, tiled=True),
     "reduce_scatter": lambda x, axes: lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
     "all_reduce": lambda x, axes: lax.psum(x[:, :3], axes),
-    "gather_beside": lambda x, axes: wire.gather_beside(x, axes).sum(0),
+    "gather_beside": lambda x, axes: lax.all_gather(x, axes, axis=0, tiled=False)[-1],
     "ppermute": lambda x, axes: along_a_chain(x, tuple(sorted(axes))),
 }
 
