@@ -113,16 +113,17 @@ class TrainStep:
     def argument_bytes(self) -> dict[str, int]:
         """Returns the bytes of a step's arguments on one device by kind, without counters.
 
-        "weights" are the trained weights; gradients are as large. See `host_bytes` for the rest.
+        "weights" are the trained weights; gradients are as large. With an outer loop these are the
+        outer weights, and "outer loop" is what it adds. See `host_bytes` for the rest.
         """
-        state = self.abstract
+        state, sites = self.abstract, self.abstract.sites
+        moments = state.optimizer if sites is None else sites.optimizer
+        own = None if sites is None else (sites._replace(optimizer=None), state.momentum)
         return {
             "weights": local_bytes(state.params),
             **({} if state.frozen is None else {"frozen weights": local_bytes(state.frozen)}),
-            "optimizer": local_bytes(state.optimizer),
-            **(
-                {} if state.sites is None else {"sites": local_bytes((state.sites, state.momentum))}
-            ),
+            "optimizer": local_bytes(moments),
+            **({} if own is None else {"outer loop": local_bytes(own)}),
             "codec memory": local_bytes(state.reduction),
             "batch": local_bytes(self.abstract_batch()),
         }

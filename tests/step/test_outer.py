@@ -237,14 +237,19 @@ def test_only_the_part_and_the_logged_numbers_leave_a_site(mesh):
 DIMS = {"matrix": "DHC", "norm": "D"}
 
 
-def exchange(loop, shared, inner, error, number, sites):
-    """Runs send and receive; `inner` and `error` have a dimension of sites."""
+def exchange(loop, shared, inner, error, number, sites, moved=0.0):
+    """Runs send and receive; `inner` and `error` have a dimension of sites.
+
+    Between the two each site adds `moved` times its number, from one, to its weights.
+    """
     mesh = Mesh(np.array(jax.devices()[:sites]), ("replica",))
 
     def body(shared, inner, error, number):
-        own = jax.tree.map(lambda x: x[0], (inner, error))
+        own = list(jax.tree.map(lambda x: x[0], (inner, error)))
         part = loop.part(number)
         sent = loop.send(shared, *own, part)
+        step = moved * (1 + jax.lax.axis_index("replica"))
+        own[0] = jax.tree.map(lambda x: x + step, own[0])
         shared, *own = loop.receive(sent, shared, *own, part)
         each = jax.tree.map(lambda x: x[None], own)
         return jax.tree.map(lambda x: x[None], shared), *each
@@ -296,7 +301,7 @@ def test_data_parallel_steps_come_back_exactly_where_sums_are_exact(sites):
 def test_a_step_averages_its_part_and_leaves_the_others(number):
     shared, inner = drawn(2)
     loop = outer_loop(every=4, rate=0.7, momentum=0.9)
-    found, own, _ = exchange(loop, shared, inner, NO_ERROR, number, 2)
+    found, own, _ = exchange(loop, shared, inner, NO_ERROR, number, 2, moved=0.125)
     for name, x in shared.params.items():
         # Of 30 values of the matrix 8, 8, 8, 6; of 5 of the norm 2, 2, 1, none.
         length = {"matrix": 8, "norm": 2}[name]
@@ -311,9 +316,9 @@ def test_a_step_averages_its_part_and_leaves_the_others(number):
         np.testing.assert_array_equal(found.params[name][~part], x[~part])
         np.testing.assert_array_equal(found.momentum[name][~part], shared.momentum[name][~part])
         for site in range(2):
-            mine = np.asarray(own[0][name][site])
-            np.testing.assert_allclose(mine[part], new[part], rtol=2e-5, atol=1e-6)
-            np.testing.assert_array_equal(mine[~part], inner[0][name][site][~part])
+            mine, step = np.asarray(own[0][name][site]), np.float32(0.125 * (1 + site))
+            np.testing.assert_allclose(mine[part], new[part] + step, rtol=2e-5, atol=1e-6)
+            np.testing.assert_array_equal(mine[~part], inner[0][name][site][~part] + step)
     mean = inner[1]["router"].mean(0)
     np.testing.assert_allclose(
         found.router_bias["router"],
