@@ -4,5 +4,5 @@ Read in this order: `state` (inputs and outputs of a step), `model` (the config'
 `adapters` (LoRA), `per_device` (the per-device code), `full_batch` (done once for all
 micro-batches), `loss`, `optimizer`, `balance` (selection biases), `forward` (evaluation and
 sampling), `train_step` (the compiled functions). With pipeline stages: `pipeline/`. With an outer
-loop: `outer` (its step), `sites` (its state).
+loop across sites: `outer`.
 """

@@ -12,6 +12,10 @@ that their copies stay equal to the bit. The site goes on from them with the pro
     outer = outer - rate (mean(delta) + mu momentum)
     inner = outer + (inner at the end - inner at the start)
 
+What a site trains gets the sites as its first dimension, sharded over them, because sites differ.
+The outer weights and their momentum are the same at all sites, so every site has a copy: it needs
+them to know what it moved, and another site may be gone.
+
 Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512). Decision 0038.
 
 Letters: R sites, H steps of a period, n values of a part on this device, m values of one array's.
@@ -22,10 +26,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
-from moejax.comm.codecs.build import build_plain_codec
-from moejax.comm.codecs.codec import Codec, pack, unpack
+from moejax.comm.codecs.codec import Codec, build_plain_codec, pack, unpack
 from moejax.comm.weights.path import compressible
 from moejax.config.compression import CodecSpec, outer_codec
 from moejax.config.schema import Config
@@ -375,3 +380,89 @@ def over_sites(metrics: Metrics, axes: Axes) -> Metrics:
         else:
             found.append(jnp.mean(jax.lax.bitcast_convert_type(own, x.dtype), 0))
     return jax.tree.unflatten(tree, found)
+
+
+def with_sites(
+    site: ModelDef, shapes: TrainState, specs: TrainState
+) -> tuple[TrainState, TrainState]:
+    """Returns shapes and shardings of a run's state, made of those of a site's own state.
+
+    Args:
+      site: the model as a site sees it.
+    """
+    layout, error = site.layout, build_outer(site.cfg, site).no_error
+
+    def stacked(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((layout.size(layout.sites), *x.shape), x.dtype)
+
+    def each(spec: P) -> P:
+        return P(layout.sites, *spec)
+
+    errors = jax.eval_shape(error, shapes.params)
+    error_specs = jax.tree.map(
+        lambda x, spec: None if x is None else spec,
+        errors,
+        specs.params,
+        is_leaf=lambda x: x is None,
+    )
+    gone = {"optimizer": (), "load_LE": None}
+    return shapes._replace(
+        sites=jax.tree.map(stacked, _own(shapes, errors)), momentum=shapes.params, **gone
+    ), specs._replace(
+        sites=jax.tree.map(each, _own(specs, error_specs)), momentum=specs.params, **gone
+    )
+
+
+def _own(state: TrainState, error: Tree) -> Sites:
+    return Sites(state.params, state.router_bias, state.optimizer, state.load_LE, error)
+
+
+def first_sites(like: Sites, params: Tree, router_bias: Tree, moments: Any) -> Sites:
+    """Returns the first state of all sites, each with these weights and moments.
+
+    Args:
+      like: its shapes.
+    """
+    return _begin(like, (params, router_bias, moments))
+
+
+def sites_to_read(like: Sites, count: int, over: Axes) -> Sites:
+    """Returns what a run reads of a checkpoint of another number of sites: moments alone.
+
+    Args:
+      like: the run's own, with shardings.
+      count: sites of the checkpoint.
+      over: mesh axes along which the run's sites lie.
+    """
+    sites = jax.tree.leaves(like.params)[0].shape[0]
+    shared = over if count % sites == 0 else None
+
+    def moment(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(x.sharding.mesh, P(shared, *x.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
+
+    return Sites(None, None, jax.tree.map(moment, like.optimizer), None, None)
+
+
+def sites_at(like: Sites, params: Tree, router_bias: Tree, moments: Any) -> Sites:
+    """Returns the state of sites that go on from outer weights, each with the mean of moments.
+
+    Args:
+      like: its shapes.
+      moments: of any number of sites, along the first dimension.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.max(x, 0) if jnp.issubdtype(x.dtype, jnp.integer) else jnp.mean(x, 0)
+
+    return _begin(like, (params, router_bias, jax.tree.map(mean, moments)))
+
+
+def _begin(like: Sites, own: tuple[Tree, Tree, Any]) -> Sites:
+    params, router_bias, moments = jax.tree.map(
+        lambda like, x: jnp.broadcast_to(x, like.shape),
+        (like.params, like.router_bias, like.optimizer),
+        own,
+    )
+    load_LE, error = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (like.load_LE, like.error))
+    return Sites(params, router_bias, moments, load_LE, error)

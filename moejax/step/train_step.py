@@ -29,10 +29,16 @@ from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, layouts_of, parameter_sizes
 from moejax.step.optimizer import Optimizer
-from moejax.step.outer import build_outer, site_step
+from moejax.step.outer import (
+    build_outer,
+    first_sites,
+    site_step,
+    sites_at,
+    sites_to_read,
+    with_sites,
+)
 from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.pipeline import forward as staged_forward
-from moejax.step.sites import first_sites, sites_at, sites_to_read, with_sites
 from moejax.step.state import Batch, TrainState, Tree
 
 

@@ -30,8 +30,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from benchmarks.emulated.choices import choices as choices_of  # noqa: E402
 from benchmarks.waits import register, timed_experts  # noqa: E402
 from moejax.comm import wire  # noqa: E402
-from moejax.comm.codecs.build import build_codec  # noqa: E402
-from moejax.comm.codecs.codec import Codec  # noqa: E402
+from moejax.comm.codecs.codec import Codec, build_codec  # noqa: E402
 from moejax.comm.cpu import gloo  # noqa: E402
 from moejax.comm.tokens.swap import PIECES, send  # noqa: E402
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of  # noqa: E402

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from moejax.comm.codecs.build import build_codec
+from moejax.comm.codecs.codec import build_codec
 from moejax.comm.weights.compressed import ReduceState, empty_state
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of
 from moejax.comm.weights.shard import attach, detach

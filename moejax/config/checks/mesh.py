@@ -8,7 +8,7 @@ from moejax.config.checks.planned import is_planned
 from moejax.config.checks.size import MIXERS, state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression, outer_codec
-from moejax.config.fields import get_value, short
+from moejax.config.fields import get_value
 from moejax.config.parts import node_parts, sharing_counts
 from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config, MeshConfig
@@ -230,15 +230,16 @@ def check_outer(cfg: Config) -> None:
     outer_codec(cfg)
     usual = (
         ("mesh.stage", 1, "Stages lie across sites in the order of the mesh."),
-        ("lora.rank", None, "Sites average all weights."),
+        ("lora.rank", "none", "Sites average all weights."),
         ("memory.optimizer", "device", "Sites keep what they train on their devices."),
         ("memory.experts", "device", "Sites keep what they train on their devices."),
     )
     for name, value, why in usual:
+        found = get_value(cfg, name)
         require(
-            get_value(cfg, name) == value,
-            f"`{name}` is {short(get_value(cfg, name))}, and `outer.every` is {cfg.outer.every}. "
-            f"{why} Set {name}={short(value)}, or outer.every=none.",
+            found in (None, value),
+            f"`{name}` is {found}, and `outer.every` is {cfg.outer.every}. {why} Set {name}="
+            f"{value}, or outer.every=none.",
         )
     require(
         not is_planned(cfg),
