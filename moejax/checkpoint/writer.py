@@ -290,13 +290,14 @@ def _items(state: TrainState) -> dict[str, Any]:
     }
     if jax.tree.leaves(state.optimizer):  # weights that were imported have none yet
         items["optimizer"] = state.optimizer
+    load_LE = state.load_LE
     if (sites := state.sites) is not None:
-        own = {"params": sites.params, "balance": sites.router_bias, "load": sites.load_LE}
+        own, load_LE = {"params": sites.params, "balance": sites.router_bias}, sites.load_LE
         more = {"sites": own, "sites_optimizer": sites.optimizer, "sites_error": sites.error}
         items |= {name: tree for name, tree in more.items() if jax.tree.leaves(tree)}
         items["outer"] = {"momentum": state.momentum}
-    if state.load_LE is not None:
-        items["load"] = {"load": state.load_LE}
+    if load_LE is not None:
+        items["load"] = {"load": load_LE}
     if jax.tree.leaves(state.reduction):
         items["reduction"] = {"codecs": state.reduction}
     return items
@@ -372,11 +373,18 @@ def _of_items(read: Mapping[str, Any], abstract: TrainState, reduction: bool) ->
     codec_state: Any = abstract.reduction if reduction else None
     if "reduction" in read:
         codec_state = read["reduction"]["codecs"]
-    load, load_LE = abstract.load_LE, None
+    like, load_LE = abstract.sites, None
+    load = abstract.load_LE if like is None else like.load_LE
     if "load" in read:
         load_LE = read["load"]["load"]
     elif load is not None:
         load_LE = _zeros(load)
+    sites = None
+    if like is not None:
+        own = read.get("sites", {"params": None, "balance": None})
+        error = read.get("sites_error", jax.tree.map(_zeros, like.error))
+        sites = Sites(own["params"], own["balance"], read["sites_optimizer"], load_LE, error)
+        load_LE = None
     return TrainState(
         **read["counters"],
         params=read["weights"]["params"],
@@ -384,17 +392,9 @@ def _of_items(read: Mapping[str, Any], abstract: TrainState, reduction: bool) ->
         optimizer=read.get("optimizer", ()),
         reduction=codec_state,
         load_LE=load_LE,
-        sites=_sites_of(read, abstract.sites),
+        sites=sites,
         momentum=read["outer"]["momentum"] if "outer" in read else None,
     )
-
-
-def _sites_of(read: Mapping[str, Any], abstract: Sites | None) -> Sites | None:
-    if abstract is None:
-        return None
-    own = read.get("sites", {"params": None, "balance": None, "load": None})
-    error = read.get("sites_error", jax.tree.map(_zeros, abstract.error))
-    return Sites(own["params"], own["balance"], read["sites_optimizer"], own["load"], error)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -162,7 +162,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", some_of(CASES, *CASES[:4], CASES[5]), ids=str)
+@pytest.mark.parametrize("case", some_of(CASES, CASES[0], CASES[3], CASES[5]), ids=str)
 def test_sites_are_plain_runs_averaged_by_nesterov(case):
     mesh, every, order = case
     cfg = outer_config(mesh, every=every, order=order, optimizer=SGD)
