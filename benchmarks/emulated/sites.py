@@ -4,8 +4,8 @@ Each emulated host is a site: one process, so that only what crosses sites cross
 parallel training sums gradients over sites in every step, in float32 and in int4 with feedback;
 stages pass hidden states on, with the codecs of `strong`; the outer loop averages weights, all at
 once after a period of steps, or a part in each step beside its computation, in int4 with feedback.
-All run in turns. Links shape bandwidth, not latency. `Alone` is the outer loop where the link is
-not shaped. Needs root, ip and tc. Writes sites.json and sites.md.
+All run in turns. Links shape bandwidth, not latency. The rate alone is that of the same way where
+the link is not shaped. Needs root, ip and tc. Writes sites.json and sites.md.
 
     python -m benchmarks.emulated.sites --out benchmarks/results
     BENCH_SMALL=1 python -m benchmarks.emulated.sites --out /tmp/sites
@@ -24,7 +24,7 @@ SMALL = bool(os.environ.get("BENCH_SMALL"))  # one case of a small model: does i
 HOSTS = ((2, 2),) if SMALL else ((2, 4), (4, 2))  # sites, devices of each
 RATES = (None, 50) if SMALL else (None, 200, 50, 20, 10)  # Mbit/s
 PERIOD = 4 if SMALL else 16  # steps in which all of the model is averaged
-ALONE = "outer by layers"
+LAYERS = "outer by layers"
 RIVALS = ("int4 with feedback", "stages")
 MODEL = {
     **CONFIG,
@@ -48,7 +48,7 @@ def case(hosts: int, devices: int, rate: int | None) -> Case:
         "stages": ("step", {**stages, "compression.preset": "strong"}),
         # A run has all steps of a period: one of them waits for the others' bytes.
         "outer at once": ("step", {"outer.every": PERIOD, "outer.order": "all", "steps": PERIOD}),
-        ALONE: ("step", {"outer.every": PERIOD}),
+        LAYERS: ("step", {"outer.every": PERIOD}),
     }
     length = config["data.sequence_length"]
     return Case("sites", hosts, devices, rate, config, (8, length), variants, rounds=3)
