@@ -35,11 +35,16 @@ CONFIG = {
 }
 
 
-def apart(key: str, ndim: int) -> tuple[int, ...]:
+def apart(key: str, ndim: int, *, sites: bool = False) -> tuple[int, ...]:
     """Returns the dimensions that are cut at every position: layers, and experts.
 
     So a restore onto smaller shards reads little, and an export reads each tensor alone.
+
+    Args:
+      sites: whether a dimension of sites comes first. It is cut too.
     """
+    if sites:
+        return (0, *(1 + axis for axis in apart(key, ndim - 1)))
     if ".blocks." not in key or ndim < 3:
         return ()
     return (0, 1) if ".moe." in key and ndim > 3 else (0,)

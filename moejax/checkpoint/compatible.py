@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from moejax.comm.weights.path import path_of
+from moejax.config.fields import short
 from moejax.config.load import diff, from_dict, to_dict
 from moejax.config.schema import Config, OptimizerConfig
 from moejax.data.sources import Content
@@ -135,6 +136,14 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
             f"a run. Change them back, or set another run_dir (with checkpoint.init_from to keep "
             f"weights)."
         )
+    every = [one.outer.every for one in (from_dict(saved), cfg)]
+    if (every[0] is None) != (every[1] is None):
+        raise InputError(
+            f"config differs from the checkpoint's. outer.every: {short(every[0])} -> "
+            f"{short(every[1])}. A run has an outer loop from its first step to its last, or none. "
+            "Change it back, or set another run_dir with checkpoint.init_from, which takes the "
+            "weights."
+        )
     if step > cfg.train.num_steps:
         raise InputError(
             f"run is past its end. The checkpoint has step {step}, train.num_steps is "
@@ -180,6 +189,18 @@ def rate_after(cfg: OptimizerConfig, updates: int, num_steps: int) -> float:
         "constant": 1.0,
     }[cfg.schedule]
     return cfg.learning_rate * (cfg.final_fraction + (1 - cfg.final_fraction) * left)
+
+
+def sites_before(saved: dict[str, Any], train_step: TrainStep) -> int | None:
+    """Returns the number of sites of a checkpoint, if it differs from this run's; else None.
+
+    Args:
+      saved: the checkpoint's manifest.
+    """
+    if train_step.abstract.sites is None:
+        return None
+    before = from_dict(saved["config"]).mesh.replica
+    return None if before == train_step.num_sites else before
 
 
 def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -> list[str]:
@@ -281,7 +302,7 @@ def fingerprint(train_step: TrainStep) -> str | None:
         ]
 
     state = train_step.abstract
-    model = train_step.model
+    model = train_step.site
     trees = (state.params, model.dims, model.layouts, state.reduction)
     facts_of_params = jax.tree_util.tree_map_with_path(facts, *trees)
     content = {

@@ -30,6 +30,7 @@ SPREAD, FIRST, SECOND, THIRD = (
     np.uint32(n) for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 )
 EXPERTS = (".moe.w_in", ".moe.w_out", ".moe.b_in", ".moe.b_out")
+SITES = ("sites", "sites_optimizer", "sites_error")  # items whose arrays begin with the sites
 ZERO = np.uint32(0)
 BLOCK = 1 << 20  # numbers that are mixed at once on the host
 
@@ -66,9 +67,14 @@ def from_json(key: str, facts: Mapping[str, Any]) -> ArrayDigests:
 def cell_dims(key: str, ndim: int) -> int:
     """Returns how many leading dimensions of an array number its cells: layers, and experts.
 
+    Of what each site of an outer loop trains the sites come first.
+
     Args:
       key: the array's path, or its path in the optimizer.
     """
+    item, _, path = key.partition("/")
+    if item in SITES:
+        return 1 + cell_dims(path, ndim - 1)
     if ".blocks." not in f".{key}" or ndim == 0:
         return 0
     return 2 if ndim > 2 and any(name in key for name in EXPERTS) else 1

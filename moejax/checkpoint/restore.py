@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from moejax.checkpoint.compatible import same_reduction
+from moejax.checkpoint.compatible import same_reduction, sites_before
 from moejax.checkpoint.find import Saved, quarantine
 from moejax.checkpoint.verify import wrong_numbers
 from moejax.checkpoint.writer import arrays_of, restore_state, step_of_state
@@ -75,6 +75,8 @@ def resume(
         if wrong is None:
             if state.reduction is None:
                 state = state._replace(reduction=train_step.first_reduction())
+            if sites_before(saved.manifest, train_step) is not None:
+                state = train_step.at_sites(state)
             return Resumed(state, saved.manifest)
         jax.tree.map(lambda x: x.delete(), state)
         notes = quarantine(
@@ -102,4 +104,12 @@ def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:
             "state is dropped",
             soft_wrap=True,
         )
-    return restore_state(saved, train_step.abstract, reduction=valid)
+    abstract = train_step.abstract
+    if (before := sites_before(saved.manifest, train_step)) is not None:
+        console.print(
+            f"sites: the checkpoint's run had {before}, this one has {train_step.num_sites}. All "
+            "begin at the outer weights, with the mean of the optimizers' moments",
+            soft_wrap=True,
+        )
+        abstract = train_step.of_sites(before)
+    return restore_state(saved, abstract, reduction=valid)

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from moejax.checkpoint.digests import ArrayDigests, add_up, digest_of_zeros, from_json, together
+from moejax.checkpoint.digests import (
+    SITES,
+    ArrayDigests,
+    add_up,
+    digest_of_zeros,
+    from_json,
+    together,
+)
 from moejax.checkpoint.find import Saved
 from moejax.checkpoint.writer import by_key, restore_items
 from moejax.errors import InputError
@@ -61,10 +68,23 @@ BLOCK = re.compile(r"groups\.(\d+)\.blocks\.(\d+)\.")
 
 
 class Cell(NamedTuple):
-    """A layer, or an expert of a layer: its array's key, and index along dimensions of cells."""
+    """A layer, or an expert of a layer: its array's key, and index along dimensions of cells.
+
+    Of what the sites of an outer loop train, the site comes first.
+    """
 
     key: str
     at: tuple[int, ...]
+
+    @property
+    def site(self) -> int | None:
+        """The site that it is of, if it is of one."""
+        return self.at[0] if self.key.partition("/")[0] in SITES else None
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """Its index without the site."""
+        return self.at if self.site is None else self.at[1:]
 
 
 def differences(saved: Mapping[str, ArrayDigests], found: Mapping[str, ArrayDigests]) -> list[str]:
@@ -151,27 +171,28 @@ class _Naming:
         return f"{self.place(cell)} ({{}}) is a copy of {self._seen_from(origin, cell)}", names
 
     def place(self, cell: Cell) -> str:
-        """Returns the name of a layer, or of an expert and its layer."""
-        layer = self._layer(cell)
-        return f"expert {cell.at[1]} of {layer}" if len(cell.at) == 2 else layer
+        """Returns the name of a layer, or of an expert and its layer, and of its site."""
+        layer, at = self._layer(cell), cell.inside
+        text = f"expert {at[1]} of {layer}" if len(at) == 2 else layer
+        return text if cell.site is None else f"{text} of site {cell.site}"
 
     def _pair(self, one: Cell, other: Cell) -> str:
-        if len(one.at) == 2 and self._layer(one) == self._layer(other):
+        if len(one.at) == 2 and one.site is None and self._layer(one) == self._layer(other):
             return f"experts {one.at[1]} and {other.at[1]} of {self._layer(one)}"
         return f"{self.place(one)} and {self.place(other)}"
 
     def _seen_from(self, cell: Cell, other: Cell) -> str:
-        same = len(cell.at) == 2 and self._layer(cell) == self._layer(other)
+        same = len(cell.at) == 2 and cell.site is None and self._layer(cell) == self._layer(other)
         return f"expert {cell.at[1]}" if same else self.place(cell)
 
     def _layer(self, cell: Cell) -> str:
-        if not cell.at:
+        if not cell.inside:
             return "the array"
         found = BLOCK.search(cell.key)
         if found is None or int(found[1]) not in self._first:
-            return f"layer {cell.at[0]} of {_name(cell.key).split('.')[0]}"
+            return f"layer {cell.inside[0]} of {_name(cell.key).split('.')[0]}"
         group, block = int(found[1]), int(found[2])
-        return f"layer {self._first[group] + cell.at[0] * self._pattern[group] + block}"
+        return f"layer {self._first[group] + cell.inside[0] * self._pattern[group] + block}"
 
 
 def _name(key: str) -> str:

@@ -28,7 +28,7 @@ from moejax.checkpoint.arrays import (
     check_written,
     store_of,
 )
-from moejax.checkpoint.digests import DeviceSums, add_up, together
+from moejax.checkpoint.digests import SITES, DeviceSums, add_up, together
 from moejax.checkpoint.disk_space import (
     check_disk_space,
     naming_full_disk,
@@ -47,7 +47,7 @@ from moejax.checkpoint.manifest import (
 from moejax.checkpoint.remote import Copies
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes
-from moejax.step.state import TrainState, flat
+from moejax.step.state import Sites, TrainState, flat
 
 
 class OtherProcessError(Exception):
@@ -112,7 +112,15 @@ def prune(directory: Path, keep: int) -> None:
 # A year: `watchdog.save_s` says how long a save may take. Orbax would end one after 20 minutes, and
 # by the wall clock (orbax 0.12), so also when the clock is set forward.
 SAVE_TIMEOUT_S = 365 * 24 * 3600
-ITEMS = ("counters", "weights", "optimizer", "load", "reduction")
+ITEMS = (
+    "counters",
+    "weights",
+    "optimizer",
+    *SITES,
+    "outer",
+    "load",
+    "reduction",
+)
 
 
 class Checkpoints:
@@ -164,7 +172,7 @@ class Checkpoints:
             check_disk_space(self.directory, needed, step, self._processes)
             arrays = arrays_of(state)
             shapes, sums = {key: x.shape for key, x in arrays.items()}, add_up(arrays)
-            args = {name: _save_args(flat(tree)) for name, tree in _items(state).items()}
+            args = {name: _save_args(name, flat(tree)) for name, tree in _items(state).items()}
             with self._naming_full_disk(step):
                 self._manager.save(step, args=ocp.args.Composite(**args), force=True)
         self._pending = step, self._thread.submit(self._finish, step, facts, shapes, sums)
@@ -282,16 +290,23 @@ def _items(state: TrainState) -> dict[str, Any]:
     }
     if jax.tree.leaves(state.optimizer):  # weights that were imported have none yet
         items["optimizer"] = state.optimizer
-    if state.load_LE is not None:
-        items["load"] = {"load": state.load_LE}
+    load_LE = state.load_LE
+    if (sites := state.sites) is not None:
+        own, load_LE = {"params": sites.params, "balance": sites.router_bias}, sites.load_LE
+        more = {"sites": own, "sites_optimizer": sites.optimizer, "sites_error": sites.error}
+        items |= {name: tree for name, tree in more.items() if jax.tree.leaves(tree)}
+        items["outer"] = {"momentum": state.momentum}
+    if load_LE is not None:
+        items["load"] = {"load": load_LE}
     if jax.tree.leaves(state.reduction):
         items["reduction"] = {"codecs": state.reduction}
     return items
 
 
-def _save_args(leaves: dict[str, Any]) -> Any:
+def _save_args(item: str, leaves: dict[str, Any]) -> Any:
+    sites = item in SITES
     cut = {
-        key: ocp.SaveArgs(chunk_byte_size=PIECE_BYTES, shard_axes=apart(key, x.ndim))
+        key: ocp.SaveArgs(chunk_byte_size=PIECE_BYTES, shard_axes=apart(key, x.ndim, sites=sites))
         for key, x in leaves.items()
     }
     return ocp.args.PyTreeSave(leaves, save_args=cut, ocdbt_target_data_file_size=FILE_BYTES)
@@ -331,8 +346,9 @@ def restore_state(saved: Saved, abstract: TrainState, *, reduction: bool = True)
       reduction: whether to read the codecs' state too; otherwise it is None.
     """
     names = ITEMS if reduction else ITEMS[:-1]
-    if not (saved.path / "load").exists():  # the run had no copies of experts before
-        names = tuple(name for name in names if name != "load")
+    # The run had no copies of experts before, or no codec with feedback.
+    gone = [name for name in ("load", "sites_error") if not (saved.path / name).exists()]
+    names = tuple(name for name in names if name not in gone)
     return _of_items(restore_items(saved.path, abstract, names), abstract, reduction)
 
 
@@ -343,28 +359,46 @@ def state_of(
     read = {
         name: _like(tree, {path: arrays[f"{name}/{path}"] for path in flat(tree)})
         for name, tree in _items(abstract).items()
-        if (reduction or name != "reduction") and (name != "load" or "load/load" in arrays)
+        if (reduction or name != "reduction")
+        and (name not in ("load", "sites_error") or _has_item(name, arrays))
     }
     return _of_items(read, abstract, reduction)
+
+
+def _has_item(name: str, arrays: Mapping[str, Any]) -> bool:
+    return any(key.startswith(f"{name}/") for key in arrays)
 
 
 def _of_items(read: Mapping[str, Any], abstract: TrainState, reduction: bool) -> TrainState:
     codec_state: Any = abstract.reduction if reduction else None
     if "reduction" in read:
         codec_state = read["reduction"]["codecs"]
-    load, load_LE = abstract.load_LE, None
+    like, load_LE = abstract.sites, None
+    load = abstract.load_LE if like is None else like.load_LE
     if "load" in read:
         load_LE = read["load"]["load"]
     elif load is not None:
-        load_LE = jax.device_put(np.zeros(load.shape, load.dtype), load.sharding)
+        load_LE = _zeros(load)
+    sites = None
+    if like is not None:
+        own = read.get("sites", {"params": None, "balance": None})
+        error = read.get("sites_error", jax.tree.map(_zeros, like.error))
+        sites = Sites(own["params"], own["balance"], read["sites_optimizer"], load_LE, error)
+        load_LE = None
     return TrainState(
         **read["counters"],
         params=read["weights"]["params"],
         router_bias=read["weights"]["balance"],
-        optimizer=read["optimizer"],
+        optimizer=read.get("optimizer", ()),
         reduction=codec_state,
         load_LE=load_LE,
+        sites=sites,
+        momentum=read["outer"]["momentum"] if "outer" in read else None,
     )
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
 
 def step_of_state(saved: Saved, abstract: TrainState) -> int:

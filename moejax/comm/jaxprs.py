@@ -30,6 +30,15 @@ CALLS = (
 )
 
 
+def is_beside(eqn: Any) -> bool:
+    """Returns whether a program on CPU waits for a collective only where it uses the result.
+
+    Those are transfers between stages, and gathers of `wire.gather_beside`.
+    """
+    name = eqn.primitive.name
+    return name == "ppermute" or (name == "all_gather" and not eqn.params["tiled"])
+
+
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs in an equation's parameters, closed or open: of loops, branches and calls."""
     values = (v if isinstance(v, (tuple, list)) else (v,) for v in eqn.params.values())

@@ -18,8 +18,7 @@ from jax.typing import DTypeLike
 
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
-from moejax.comm.codecs.build import build_plain_codec
-from moejax.comm.codecs.codec import Codec, Payload, pack, unpack
+from moejax.comm.codecs.codec import Codec, Payload, build_plain_codec, pack, unpack
 from moejax.config.compression import Codecs, CodecSpec
 from moejax.layout.layout import Layout
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moejax.config.schema import CompressionConfig
+from moejax.config.schema import CompressionConfig, Config
 from moejax.errors import InputError
 
 BLOCKS = ("int8", "e4m3", "e5m2", "int4")
@@ -146,6 +146,22 @@ def build_compression(cfg: CompressionConfig) -> Compression:
     if all(codecs == NO_CODECS for _, codecs in stretches):
         return NO_COMPRESSION
     return Compression(tuple(stretches), cfg.start_layer)
+
+
+def outer_codec(cfg: Config) -> CodecSpec | None:
+    """Reads the codec of the outer loop; None: nothing is compressed.
+
+    Raises:
+      InputError: if it is unknown.
+    """
+    text = cfg.outer.codec
+    name, plus, flag = text.partition("+")
+    if text != "none" and (name not in PLAIN or flag != "feedback" * bool(plus)):
+        raise InputError(
+            f"`outer.codec` is `{text}`. It must be none or one of {', '.join(PLAIN)}, and may "
+            "have +feedback behind it."
+        )
+    return None if text == "none" else CodecSpec(name, bool(plus), cfg.compression.block)
 
 
 def without_removed_codecs(text: str) -> str:

@@ -363,6 +363,30 @@ class CompressionConfig:
 
 
 @dataclass(frozen=True)
+class OuterConfig:
+    """The outer loop across sites, which are the copies along `mesh.replica`."""
+
+    every: int | None = setting(
+        None,
+        "steps in which all of the model is averaged over the sites; none: no outer loop, every "
+        "step sums gradients over copies",
+        at_least=1,
+    )
+    rate: float = setting(0.7, "learning rate of the outer step", above=0)
+    momentum: float = setting(0.9, "Nesterov momentum of the outer step", at_least=0)
+    codec: str = setting(
+        "int4+feedback",
+        "codec of differences between sites: none, bfloat16, int8, e4m3, e5m2, int4; +feedback",
+    )
+    order: str = setting(
+        "layers",
+        "layers: each step sends one part, beside its computation; all: everything at once after "
+        "every outer.every steps, which waits for it",
+        choices=("layers", "all"),
+    )
+
+
+@dataclass(frozen=True)
 class PlanConfig:
     """The planner, which chooses mesh, route, chunks, pieces and recomputation left at defaults."""
 
@@ -447,6 +471,7 @@ class Config:
     train: TrainConfig = section(TrainConfig, "the loop")
     memory: MemoryConfig = section(MemoryConfig, "memory of devices and hosts")
     compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
+    outer: OuterConfig = section(OuterConfig, "outer loop across sites")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     plan: PlanConfig = section(PlanConfig, "the planner")
     profile: ProfileConfig = section(ProfileConfig, "profile of some steps")

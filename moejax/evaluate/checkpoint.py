@@ -17,7 +17,7 @@ from moejax.config.checks.mesh import check_batch, check_expert_axis, check_widt
 from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH, STAGES
 from moejax.config.fields import change, fields, get_value
 from moejax.config.load import from_dict, parse_overrides
-from moejax.config.schema import CompressionConfig, Config, PlanConfig
+from moejax.config.schema import CompressionConfig, Config, OuterConfig, PlanConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
@@ -118,8 +118,9 @@ def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
             "`moe.router.forced` has no effect here. It is for benchmarks of training. Leave it "
             "out: scores choose the experts."
         )
-    # Nothing is planned, and an evaluation has no codecs.
-    cfg = change(cfg, {"plan": PlanConfig(mode="hand"), "compression": CompressionConfig()})
+    # Nothing is planned, an evaluation has no codecs, and weights are those of the outer loop.
+    hand = {"plan": PlanConfig(mode="hand"), "compression": CompressionConfig()}
+    cfg = change(cfg, {**hand, "outer": OuterConfig()})
     if names_mesh(values):
         cfg = change(cfg, {name: fields()[name].default for name in OF_MESH})
         cfg = change(cfg, {"mesh.replica": None})

@@ -51,6 +51,8 @@ class Layout:
     tensor: Axes = ("tensor",)
     # Empty without pipeline stages. Parameters outside the stages, and data, are sharded over it.
     stage: Axes = ()
+    # Empty but inside a site of an outer loop: the axes along which the sites lie.
+    sites: Axes = ()
     stacked: Axes = ()  # mesh axes that shard the leading dimension of stacked layers
     slow: Axes = ()  # mesh axes whose devices lie on different nodes
     # The last of fsdp and expert whose devices share sequences, in stripes: see `comm.context`.
@@ -62,7 +64,7 @@ class Layout:
 
     @property
     def mesh_axes(self) -> Axes:
-        """All mesh axes, slowest link first."""
+        """All mesh axes, slowest link first; inside a site those of the site."""
         return self.stage + self.replica + self.fsdp + self.expert + self.tensor
 
     @property
@@ -79,6 +81,11 @@ class Layout:
     def inside(self) -> "Layout":
         """The layout inside a stage, whose devices hold its layers alone; itself without stages."""
         return replace(self, stage=(), stacked=self.stage) if self.stage else self
+
+    @cached_property
+    def site(self) -> "Layout":
+        """The layout inside a site of an outer loop: sums over its axes stop at the site."""
+        return replace(self, replica=(), sites=self.replica)
 
     @property
     def expert_owner_axes(self) -> Axes:

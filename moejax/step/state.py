@@ -14,8 +14,27 @@ def flat(tree: Tree) -> dict[str, Leaf]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
+class Sites(NamedTuple):
+    """What each site of an outer loop trains. Leaves: [sites, ...], a site's own along the first.
+
+    They differ, so they are sharded over the sites.
+    """
+
+    params: Tree
+    router_bias: Tree
+    optimizer: Any
+    load_LE: Leaf  # as in `TrainState`
+    # Of `params`, what the codec of the outer loop left out so far, float32; None without feedback
+    # and for parameters that are not encoded.
+    error: Tree
+
+
 class TrainState(NamedTuple):
-    """The state of a run."""
+    """The state of a run.
+
+    With an outer loop `params` and `router_bias` are the outer weights, of which every site has a
+    copy; `optimizer` is empty and `load_LE` None, because `sites` has them.
+    """
 
     step: Leaf  # optimizer steps done, which is also the position in the data
     skipped: Leaf  # updates not applied because loss or gradient was not finite
@@ -30,6 +49,8 @@ class TrainState(NamedTuple):
     # Assignments to each expert in the last step [L, E], where experts get copies by them
     # (`moe.slots_from`); else None.
     load_LE: Leaf = None
+    sites: Sites | None = None  # None without an outer loop
+    momentum: Tree = None  # of the outer loop, like `params`
 
 
 class Batch(NamedTuple):

@@ -29,6 +29,14 @@ from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, layouts_of, parameter_sizes
 from moejax.step.optimizer import Optimizer
+from moejax.step.outer import (
+    build_outer,
+    first_sites,
+    site_step,
+    sites_at,
+    sites_to_read,
+    with_sites,
+)
 from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.pipeline import forward as staged_forward
 from moejax.step.state import Batch, TrainState, Tree
@@ -42,6 +50,8 @@ class TrainStep:
     mesh: Mesh | AbstractMesh
     platform: str  # "cpu", "gpu" or "tpu"
     abstract: TrainState  # shapes, dtypes and shardings of the state
+    # The model as the step of one site sees it; `model` without an outer loop.
+    site: ModelDef
 
     @property
     def cfg(self) -> Config:
@@ -109,13 +119,17 @@ class TrainStep:
     def argument_bytes(self) -> dict[str, int]:
         """Returns the bytes of a step's arguments on one device by kind, without counters.
 
-        "weights" are the trained weights; gradients are as large. See `host_bytes` for the rest.
+        "weights" are the trained weights; gradients are as large. With an outer loop these are the
+        outer weights, and "outer loop" is what it adds. See `host_bytes` for the rest.
         """
-        state = self.abstract
+        state, sites = self.abstract, self.abstract.sites
+        moments = state.optimizer if sites is None else sites.optimizer
+        own = None if sites is None else (sites._replace(optimizer=None), state.momentum)
         return {
             "weights": local_bytes(state.params),
             **({} if state.frozen is None else {"frozen weights": local_bytes(state.frozen)}),
-            "optimizer": local_bytes(state.optimizer),
+            "optimizer": local_bytes(moments),
+            **({} if own is None else {"outer loop": local_bytes(own)}),
             "codec memory": local_bytes(state.reduction),
             "batch": local_bytes(self.abstract_batch()),
         }
@@ -133,6 +147,12 @@ class TrainStep:
 
         def build() -> TrainState:
             weights, router_bias = self.model.init()
+            if (like := self.abstract.sites) is not None:
+                first = self._first(weights)
+                sites = first_sites(like, weights, router_bias, first.optimizer)
+                momentum = jax.tree.map(jnp.zeros_like, weights)
+                more = {"router_bias": router_bias, "sites": sites, "momentum": momentum}
+                return first._replace(optimizer=(), **more)
             if self.abstract.frozen is None:
                 return self._first(weights)._replace(router_bias=router_bias)
             frozen = jax.tree.map(lambda x, a: x.astype(a.dtype), weights, self.abstract.frozen)
@@ -153,6 +173,29 @@ class TrainStep:
         load_LE = None if load is None else jnp.zeros(load.shape, load.dtype)
         reduction = self._empty_reduction()
         return TrainState(zero, zero, params, None, moments, reduction, load_LE=load_LE)
+
+    @property
+    def num_sites(self) -> int:
+        """Number of sites of an outer loop."""
+        return self.layout.size(self.layout.replica)
+
+    def of_sites(self, count: int) -> TrainState:
+        """Returns the abstract state that this run reads of a checkpoint of so many sites."""
+        like = self.abstract.sites
+        assert like is not None, "the run has an outer loop"
+        return self.abstract._replace(sites=sites_to_read(like, count, self.layout.replica))
+
+    def at_sites(self, state: TrainState) -> TrainState:
+        """Returns the state with its weights at every site, and the mean of the sites' moments.
+
+        Without an outer loop it is returned as it is.
+        """
+        like, sites = self.abstract.sites, state.sites
+        if like is None or sites is None:
+            return state
+        jax.tree.map(lambda x: x.delete(), sites._replace(optimizer=None))
+        begin = jax.jit(partial(sites_at, like), out_shardings=_shardings(like))
+        return state._replace(sites=begin(state.params, state.router_bias, sites.optimizer))
 
     def _adapters(self) -> Tree:
         return init_adapters(self.cfg.train.seed, self.dims, self.abstract.params)
@@ -210,7 +253,8 @@ class TrainStep:
         Args:
           dtype: dtype of trained matrices; None: as in training.
         """
-        weights = self.abstract._replace(optimizer=(), reduction=None, load_LE=None)
+        gone = {"optimizer": (), "sites": None, "momentum": None}
+        weights = self.abstract._replace(reduction=None, load_LE=None, **gone)
         if dtype is not None and weights.frozen is None:
             weights = weights._replace(params=matrices_in(dtype, self.dims, weights.params))
         return replace(self, abstract=weights)
@@ -227,6 +271,9 @@ class TrainStep:
     def step(self) -> Any:
         """The jitted step: (state, batch) -> (state, metrics). Donates the state."""
         body = partial(train_step, self.model, self._optimizer)
+        if self.abstract.sites is not None:
+            outer = build_outer(self.cfg, self.site)
+            body = partial(site_step, self.site, _build_optimizer(self.site), outer)
         return self._jitted(body, (self._state_specs, P()), donate_argnums=0)
 
     @cached_property
@@ -270,7 +317,7 @@ class TrainStep:
         options = compiler_options(
             self.platform,
             hops=len(self.spec.route.hops),
-            reduction_hops=reduction_hops("DHC", self.layout) if once else 1,
+            reduction_hops=reduction_hops("DHC", self.site.layout) if once else 1,
             stages=self.layout.size(self.layout.stage),
             ring=self.spec.context_exchange == "ring",
         )
@@ -331,13 +378,18 @@ def build_step(
     form = {"stacked": stacked, "gathered": gathered, "rounds": rounds, "documents": documents}
     spec = build_spec(cfg, mesh, platform, codecs, tables=tables, **form)
     model, weights, router_bias = describe_model(cfg, spec)
-    shapes, specs = _describe_state(model, weights, router_bias)
+    site = model
+    if cfg.outer.every is not None:
+        site, _, _ = describe_model(cfg, replace(spec, layout=spec.layout.site))
+    shapes, specs = _describe_state(site, weights, router_bias)
+    if cfg.outer.every is not None:
+        shapes, specs = with_sites(site, shapes, specs)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
         shapes,
         specs,
     )
-    return TrainStep(model, mesh, platform, _placed(model, abstract))
+    return TrainStep(model, mesh, platform, _placed(model, abstract), site)
 
 
 def _placed(model: ModelDef, state: TrainState) -> TrainState:
@@ -351,6 +403,8 @@ def _placed(model: ModelDef, state: TrainState) -> TrainState:
             return weights
         return jax.tree.map(lambda x, d: place(x, d[0] == "E" and is_product(d)), weights, dims)
 
+    if state.sites is not None:  # `checks.mesh` refuses the host's memory
+        return state
     moments = _build_optimizer(model).on_host(state.params, state.optimizer)
     state = state._replace(optimizer=jax.tree.map(place, state.optimizer, moments))
     if state.frozen is None:

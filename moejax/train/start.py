@@ -275,7 +275,9 @@ def initial_state(
     if lora and source is not None:
         return train_step.first_state(*read_weights(source, abstract, processes))
     state = train_step.init()
-    return state if source is None else take_weights(source, state, abstract, processes)
+    if source is None:
+        return state
+    return train_step.at_sites(take_weights(source, state, abstract, processes))
 
 
 def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:

@@ -212,7 +212,9 @@ def test_what_codecs_had_not_sent_is_read_where_it_is_valid_and_else_told(
         restore, "restore_state", lambda saved, abstract, reduction: asked.append(reduction)
     )
     saved = Saved(2, Path("there"), {"reduction": reduction, "files": dict.fromkeys(files)})
-    restore._read(SimpleNamespace(abstract=None), saved, Console(file=shown, width=200))
+    restore._read(
+        SimpleNamespace(abstract=SimpleNamespace(sites=None)), saved, Console(file=shown, width=200)
+    )
     assert asked == [valid]
     assert ("codecs' state is dropped" in shown.getvalue()) == warned
     assert shown.getvalue().startswith("resuming at step 2 from there\n")

@@ -102,6 +102,8 @@ moe.experts_per_token=1 lora.rank=2 lora.targets=attention.*,moe.w_in
 model.sliding_window=1 model.attention_sinks=true
 model.sliding_window=2 data.sequence_length=2
 mesh.stage=2 train.micro_batches=4
+mesh.replica=2 outer.every=16 outer.codec=int8+feedback compression.block=64
+plan.mode=hand outer.every=1 outer.codec=none outer.momentum=0
 """
 
 
@@ -304,6 +306,22 @@ def test_what_devices_cannot_share_is_refused(words, said):
     assert_refused(f"{SHARED} {words}", said)
 
 
+APART = """
+mesh.stage=2 train.micro_batches=2 -> `mesh.stage` is 2, and `outer.every` is 4 ... mesh.stage=1
+lora.rank=8 -> `lora.rank` is 8, and `outer.every` is 4 ... lora.rank=none
+memory.optimizer=host -> `memory.optimizer` is host, and `outer.every` is 4
+memory.experts=host -> `memory.experts` is host, and `outer.every` is 4
+plan.mode=auto -> the planner would choose the number of sites ... plan.mode=hand
+outer.codec=loco -> `outer.codec` is `loco` ... none or one of bfloat16, int8
+outer.codec=int4+stochastic -> `outer.codec` is `int4+stochastic` ... may have +feedback
+"""
+
+
+@pytest.mark.parametrize(("words", "said"), cases(APART))
+def test_what_sites_cannot_have_is_refused(words, said):
+    assert_refused(f"mesh.replica=2 outer.every=4 {words}", said)
+
+
 TWO_STAGES = "mesh.stage=2 mesh.fsdp=2 train.micro_batches=2"
 WITHOUT_EFFECT = f"""
 model.moe_every=none moe.num_experts=4 -> moe.num_experts: `model.moe_every` is none
@@ -396,6 +414,10 @@ lora.base_dtype=bfloat16 -> lora.base_dtype: `lora.rank` is none
 lora.rank=4 mesh.nodes=2 compression.dense_gradient=int8 -> \
 compression.dense_gradient: gradients of adapters are not compressed
 lora.rank=4 compression=hybrid compression.start_layer=1 -> compression.start_layer: of adapters
+mesh.replica=2 outer.codec=none -> outer.codec: `outer.every` is none
+mesh.replica=2 outer.rate=1 -> outer.rate: `outer.every` is none
+mesh.replica=2 outer.every=4 outer.codec=none compression.block=64 -> \
+compression.block: so is the codec of an outer loop
 """
 
 

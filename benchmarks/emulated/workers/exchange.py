@@ -30,8 +30,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from benchmarks.emulated.choices import choices as choices_of  # noqa: E402
 from benchmarks.waits import register, timed_experts  # noqa: E402
 from moejax.comm import wire  # noqa: E402
-from moejax.comm.codecs.build import build_codec  # noqa: E402
-from moejax.comm.codecs.codec import Codec  # noqa: E402
+from moejax.comm.codecs.codec import Codec, build_codec  # noqa: E402
 from moejax.comm.cpu import gloo  # noqa: E402
 from moejax.comm.tokens.swap import PIECES, send  # noqa: E402
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of  # noqa: E402
@@ -70,8 +69,8 @@ def build(case: dict, measure: str, settings: dict) -> Variant:
     """Compiles one variant: collective, all_to_all, forward, both (directions), step, or codecs.
 
     Args:
-      settings: of the config; `seconds_a_row` puts waits in place of the experts. Of a collective
-        its kind, axes and dtype.
+      settings: of the config; `seconds_a_row` puts waits in place of the experts, `steps` is how
+        many a run has. Of a collective its kind, axes and dtype.
     """
     settings = dict(settings)
     if measure == "collective":
@@ -82,11 +81,11 @@ def build(case: dict, measure: str, settings: dict) -> Variant:
 
 def build_variant(case: dict, measure: str, settings: dict) -> Variant:
     """As `build`; all settings are of the config, but for `choices`: see `choices.py`."""
-    choices = settings.pop("choices", None)
+    choices, steps = settings.pop("choices", None), settings.pop("steps", 1)
     cfg = from_dict({**case["config"], **settings})
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
     if measure == "step":
-        return step_variant(train_step, choices)
+        return step_variant(train_step, choices, steps)
     if measure == "codecs":
         return build_codecs(train_step)
     x_BTD = make_tokens(case["tokens"], cfg.model.width)
@@ -179,8 +178,12 @@ def build_all_to_all(train_step: TrainStep, x: jax.Array) -> Variant:
     return Variant(lambda: program(buckets), facts)
 
 
-def step_variant(train_step: TrainStep, choices: str | None = None) -> Variant:
-    """The whole train step, on random tokens; with named choices of experts, two steps by turns."""
+def step_variant(train_step: TrainStep, choices: str | None = None, steps: int = 1) -> Variant:
+    """The whole train step, on random tokens; with named choices of experts, two steps by turns.
+
+    Args:
+      steps: of a run.
+    """
     shape = train_step.abstract_batch().token_BT.shape
     token_BT = np.random.default_rng(0).integers(
         0, train_step.cfg.model.vocab_size, shape, np.int32
@@ -196,7 +199,7 @@ def step_variant(train_step: TrainStep, choices: str | None = None) -> Variant:
     traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
     program = compiled_once(train_step.step.lower(train_step.abstract, batches[0]))
     facts = count(traced, program, train_step)
-    facts["tokens"] = float(np.prod(shape))
+    facts["tokens"] = float(np.prod(shape)) * steps
     kept = []  # the state: those of all variants at a time would fill the memory
     turn = [0]
 
@@ -205,8 +208,10 @@ def step_variant(train_step: TrainStep, choices: str | None = None) -> Variant:
         kept.append(jax.block_until_ready(train_step.init()))
 
     def run() -> Any:
-        kept[0], metrics = program(kept[0], batches[turn[0] % len(batches)])
-        turn[0] += 1
+        metrics: Any = None
+        for _ in range(steps):
+            kept[0], metrics = program(kept[0], batches[turn[0] % len(batches)])
+            turn[0] += 1
         if choices is not None:
             facts["rounds"] = float(np.asarray(metrics.uneven_L3)[:, 2].sum())
         return metrics

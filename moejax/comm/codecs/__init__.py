@@ -1,5 +1,4 @@
 """Codecs: lossy formats for arrays that cross nodes.
 
-Read in this order: `codec` (the interface; casts, blocks and error feedback), `build` (the codec
-that a setting names).
+Read `codec`: the interface; casts, blocks and error feedback; the codec that a setting names.
 """

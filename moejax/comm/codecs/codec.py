@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from moejax.config.compression import CodecSpec
 from moejax.kernels.experts.quantize import (
     Quantized,
     bytes_of,
@@ -25,6 +26,7 @@ from moejax.kernels.experts.quantize import (
     quantize,
 )
 
+LOCO_AVERAGE, LOCO_RESET = 0.5, 512
 Payload = Any  # a pytree of arrays, with the leading dimensions of the encoded array
 
 
@@ -189,3 +191,23 @@ def unpack(packed: jax.Array, like: Payload) -> Payload:
 
 def _bytes(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def build_codec(spec: CodecSpec) -> Codec:
+    """Builds the codec of a gradient from its config."""
+    if spec.name == "loco":
+        blocks = Blocks("int4", spec.block, kernel=spec.kernel)
+        return ErrorFeedback(blocks, LOCO_AVERAGE, "e4m3", spec.block, LOCO_RESET)
+    codec = _plain_codec(spec)
+    return ErrorFeedback(codec) if spec.feedback else codec
+
+
+def build_plain_codec(spec: CodecSpec | None) -> Codec | None:
+    """Builds a codec without state, for tokens or weights; None for None."""
+    return None if spec is None else _plain_codec(spec)
+
+
+def _plain_codec(spec: CodecSpec) -> Codec:
+    if spec.name == "bfloat16":
+        return Cast()
+    return Blocks(spec.name, spec.block, spec.kernel, spec.rows_kernel)

@@ -79,7 +79,8 @@ class Exchange(NamedTuple):
         """Returns the collective's result and its number.
 
         Args:
-          name: one of `carries`, but a ppermute: that is `start_transfer`.
+          name: one of `carries`, but a ppermute: that is `start_transfer`, and a gather that makes
+            a dimension is `start_gather`.
           after: the number of the exchange before, or any scalar that this one waits for. It
             begins when that one has begun.
           params: of JAX's primitive.
@@ -122,13 +123,18 @@ class Exchange(NamedTuple):
 
     def _send(self, x: jax.Array, axes: Sequence[str], after: jax.Array, *, gather: bool) -> Result:
         """Sends x to all devices, or else part p of its first dimension to device p."""
+        started = self._start_send(x, axes, after, gather=gather)
+        return started.end(), started.number
+
+    def _start_send(
+        self, x: jax.Array, axes: Sequence[str], after: jax.Array, *, gather: bool
+    ) -> PendingExchange:
         groups = self._grouped(self.device_ids, axes)
         members, size = groups.reshape(-1).astype(np.int64), np.int64(groups.shape[1])
         shape = (lax.axis_size(axes), *x.shape) if gather else x.shape
-        started = _start(
+        return _start(
             "moejax_exchange_start", x, after, shape, groups=members, size=size, gather=gather
         )
-        return started.end(), started.number
 
     def _in_rings(self, axes: Sequence[str]) -> bool:
         """Returns whether groups along the axes span processes, and some share a process."""
@@ -168,6 +174,15 @@ class Exchange(NamedTuple):
         pairs = self._grouped(self.device_ids, axes)[:, np.array(perm, int).reshape(-1, 2)]
         members = pairs.reshape(-1).astype(np.int64)
         return _start("moejax_exchange_start_pairs", x, after, x.shape, pairs=members)
+
+    def start_gather(
+        self, x: jax.Array, after: jax.Array, *, axis_name: Any, all_gather_dimension: int, **_: Any
+    ) -> PendingExchange:
+        """Starts an all-gather that makes its first dimension. Arguments as of `run`."""
+        if all_gather_dimension:
+            raise ValueError("a gather along another new dimension than the first is not carried")
+        axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        return self._start_send(x, axes, after, gather=True)
 
     def _grouped(self, numbers: Sequence[int], axes: Sequence[str]) -> np.ndarray:
         """Returns the devices' numbers, [groups, members], grouped along the axes.

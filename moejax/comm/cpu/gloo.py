@@ -25,7 +25,14 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.comm.cpu.exchange import Exchange, connected, hold
 from moejax.comm.cpu.held import HeldArrays
 from moejax.comm.cpu.transfers import Transfers, bind
-from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, scan_operands
+from moejax.comm.jaxprs import (
+    CALLS,
+    KINDS,
+    communicates,
+    inner_jaxprs,
+    is_beside,
+    scan_operands,
+)
 
 MOVES = ("all_to_all", "all_gather", "ppermute")  # collectives without arithmetic
 LARGE = 2**16  # bytes from which a collective goes through the exchange
@@ -88,8 +95,8 @@ class _Rewriter:
     """Evaluates jaxprs with their collectives in order.
 
     A token is a zero computed from the last collective's result: using it makes the next
-    collective wait. After an exchanged transfer between stages the token is computed from the
-    transfer's number: the next collective waits only for its start. Every method takes the token
+    collective wait. After an exchange that `is_beside` the token is computed from its number: the
+    next collective waits only for its start. Every method takes the token
     before it and returns the token after it.
     """
 
@@ -110,7 +117,7 @@ class _Rewriter:
             transfers.compute(eqn.invars)
             inputs, name = transfers.read(eqn.invars), eqn.primitive.name
             exchange = self._exchange(eqn, inputs)
-            if exchange and name == "ppermute":
+            if exchange and is_beside(eqn):
                 after = transfers.start(eqn, exchange, inputs[0], after)
                 token = _token(after)
                 continue

@@ -1,9 +1,10 @@
-"""Several processes on CPU: transfers between pipeline stages, during which a stage computes.
+"""Several processes on CPU: exchanges beside which a program computes until it uses the result.
 
-For `comm.cpu.gloo`. XLA orders a program as it pleases, and gives the memory of one array to
-another that comes later in its order: a computation could then wait for a transfer whose result it
-does not use. So each long computation waits for the start of the transfers before it, and a
-transfer is waited for after all computations that come before the first use of its result.
+For `comm.cpu.gloo`: transfers between pipeline stages, and the outer loop's between sites. XLA
+orders a program as it pleases, and gives the memory of one array to another that comes later in its
+order: a computation could then wait for a transfer whose result it does not use. So each long
+computation waits for the start of the transfers before it, and a transfer is waited for after all
+computations that come before the first use of its result.
 """
 
 from collections.abc import Sequence
@@ -40,8 +41,10 @@ class Transfers:
         self.number: jax.Array | None = None
 
     def start(self, eqn: Any, exchange: Exchange, x: jax.Array, after: jax.Array) -> jax.Array:
-        """Starts the transfer of x. Returns its number."""
-        started = exchange.start_transfer(x, after, **eqn.params)
+        """Starts the transfer of x, or its gather. Returns its number."""
+        gathers = eqn.primitive.name == "all_gather"
+        begin = exchange.start_gather if gathers else exchange.start_transfer
+        started = begin(x, after, **eqn.params)
         self.pending[eqn.outvars[0]] = _PendingTransfer(started, len(self.results))
         self.number = started.number
         return started.number

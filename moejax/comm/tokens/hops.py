@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from moejax.annotations import Array, Float
-from moejax.comm.codecs.build import build_plain_codec
-from moejax.comm.codecs.codec import Codec, Payload
+from moejax.comm.codecs.codec import Codec, Payload, build_plain_codec
 from moejax.comm.tokens.plan import DispatchPlan
 from moejax.comm.tokens.rows import decode, encode_rows, sum_encoded
 from moejax.comm.tokens.swap import by_part, by_peer, send, send_back, swap_encoded

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from moejax.comm.codecs.build import build_codec, build_plain_codec
-from moejax.comm.codecs.codec import Codec
+from moejax.comm.codecs.codec import Codec, build_codec, build_plain_codec
 from moejax.layout.layout import RANK, Axes, Layout, is_product
 from moejax.layout.spec import StepSpec
 

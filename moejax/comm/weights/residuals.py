@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from moejax.comm.codecs.build import build_codec
+from moejax.comm.codecs.codec import build_codec
 from moejax.comm.weights.compressed import ReduceState, empty_state
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of
 from moejax.comm.weights.shard import attach, detach
@@ -75,7 +75,7 @@ def residual_shapes(spec: StepSpec, param: Any, dims: str, layout: Layout) -> An
     num_layer_dims = param.ndim - len(dims)
     shape = parts_shape(math.prod(param.shape[num_layer_dims:]), dims, layout)
     state = jax.eval_shape(lambda: empty_state(codecs, *shape))
-    leading = (*param.shape[:num_layer_dims], layout.size(layout.mesh_axes))
+    leading = (*param.shape[:num_layer_dims], layout.size(layout.sites + layout.mesh_axes))
     return jax.tree.map(
         # None for an empty state: checkpoints hold no empty arrays.
         lambda s: jax.ShapeDtypeStruct(leading + s.shape, s.dtype) if s.size else None,
@@ -92,6 +92,8 @@ def residual_specs(states: Any, params: Any, dims: Any, layouts: Any) -> Any:
 
     def spec(param: Any, letters: str, layout: Layout, state: Any) -> Any:
         leading = layout.stack_spec(param.ndim - len(letters))
-        return jax.tree.map(lambda _: PartitionSpec(*leading, layout.mesh_axes), state)
+        return jax.tree.map(
+            lambda _: PartitionSpec(*leading, layout.sites + layout.mesh_axes), state
+        )
 
     return jax.tree.map(spec, params, dims, layouts, states)

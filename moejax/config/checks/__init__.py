@@ -21,6 +21,7 @@ from moejax.config.checks.mesh import (
     check_batch,
     check_context,
     check_expert_axis,
+    check_outer,
     check_tensor_axis,
     check_width,
     resolve_mesh,
@@ -63,6 +64,7 @@ def check(cfg: Config, *, trained: bool = True) -> None:
     check_batch(cfg)
     check_stages(cfg)
     check_memory(cfg)
+    check_outer(cfg)
     if trained:
         check_gradients(cfg)
     check_plan(cfg)

@@ -88,9 +88,22 @@ _OF_MESH: tuple[_Effect, ...] = (
         "only CPU devices are simulated; set `mesh.platform` to cpu",
     ),
     (
-        "compression.block compression.start_layer",
+        "compression.start_layer",
         lambda cfg: build_compression(cfg.compression) != NO_COMPRESSION,
         "`compression` is none",
+    ),
+    (
+        "compression.block",
+        lambda cfg: (
+            build_compression(cfg.compression) != NO_COMPRESSION
+            or (cfg.outer.every is not None and cfg.outer.codec != "none")
+        ),
+        "`compression` is none, and so is the codec of an outer loop",
+    ),
+    (
+        "outer.rate outer.momentum outer.codec outer.order",
+        lambda cfg: cfg.outer.every is not None,
+        "`outer.every` is none, so there is no outer loop",
     ),
     (
         "checkpoint.memory_dir",

@@ -4,9 +4,11 @@ import dataclasses
 import math
 
 from moejax.config.checks.machine import machine_memory
+from moejax.config.checks.planned import is_planned
 from moejax.config.checks.size import MIXERS, state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
-from moejax.config.compression import NO_COMPRESSION, build_compression
+from moejax.config.compression import NO_COMPRESSION, build_compression, outer_codec
+from moejax.config.fields import get_value
 from moejax.config.parts import node_parts, sharing_counts
 from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config, MeshConfig
@@ -224,6 +226,31 @@ def _check_context_axes(mesh: MeshConfig) -> None:
         f"`mesh.context` = {mesh.context} is no product of whole axes: the last of mesh.fsdp = "
         f"{mesh.fsdp} and mesh.expert = {mesh.expert}, each cut where a node ends. Choose one of "
         f"{', '.join(map(str, choices))}, or other axes.",
+    )
+
+
+def check_outer(cfg: Config) -> None:
+    """Refuses what an outer loop across sites cannot be combined with."""
+    if cfg.outer.every is None:
+        return
+    outer_codec(cfg)
+    usual = (
+        ("mesh.stage", 1, "Stages lie across sites in the order of the mesh."),
+        ("lora.rank", "none", "Sites average all weights."),
+        ("memory.optimizer", "device", "Sites keep what they train on their devices."),
+        ("memory.experts", "device", "Sites keep what they train on their devices."),
+    )
+    for name, value, why in usual:
+        found = get_value(cfg, name)
+        require(
+            found in (None, value),
+            f"`{name}` is {found}, and `outer.every` is {cfg.outer.every}. {why} Set {name}="
+            f"{value}, or outer.every=none.",
+        )
+    require(
+        not is_planned(cfg),
+        f"`outer.every` is {cfg.outer.every}, and the planner would choose the number of sites, "
+        "which changes training. Set mesh.replica to it, and plan.mode=hand.",
     )
 
 

@@ -95,8 +95,8 @@ class Costs:
     def __init__(self, topology: Topology, layout: Layout, fill: BucketFill):
         self.topology, self.layout, self.fill = topology, layout, fill
         self.device = topology.device
-        # On CPU a collective waits for the one before it, a transfer between stages for its
-        # beginning (comm.gloo).
+        # On CPU a collective waits for the one before it; one that the program computes beside
+        # waits for its beginning, and none waits for it (comm.cpu.gloo).
         self.in_order = self.device.platform == "cpu" and topology.nodes > 1
         self.stages = layout.size(layout.stage)
         between = self.links(Collective("ppermute", layout.stage, "", 1, 1))
@@ -274,9 +274,9 @@ class _TaskBuilder:
 
     def _send(self, op: Op, collective: Collective, after: tuple[int, ...]) -> tuple[int, ...]:
         """Adds a collective: one task on each link that it uses."""
-        transfer = collective.kind == "ppermute"
+        beside = collective.kind == "ppermute" or collective.beside
         if self.costs.in_order:
-            before = self.begun if transfer else self.begun + self.sending
+            before = self.begun if beside else self.begun + self.sending
             after = tuple(sorted({*after, *self._last(before)}))
         own: tuple[int, ...] = ()
         name = collective.traffic or op.scope
@@ -292,7 +292,7 @@ class _TaskBuilder:
             self.totals.bytes_sent[tier.name, name] += size
         if own:
             self.begun, self.first, self.computed = after, False, 0.0
-            self.sending = self.sending if transfer else own
+            self.sending = self.sending if beside else own
         return own
 
     def _last(self, tasks: tuple[int, ...]) -> Iterable[int]:

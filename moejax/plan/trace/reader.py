@@ -13,7 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened, scan_operands
+from moejax.comm.jaxprs import (
+    CALLS,
+    KINDS,
+    communicates,
+    inner_jaxprs,
+    is_beside,
+    opened,
+    scan_operands,
+)
 from moejax.comm.tokens.rounds import ROUNDS
 from moejax.kernels.costs import attention_cost, dot_flops, named_cost, named_trips
 from moejax.plan.trace.fusion import Node, Storage, fuse
@@ -227,7 +235,8 @@ class _Reader:
         for value, before, after in zip(operands, eqn.invars, eqn.outvars, strict=True):
             counted = after.aval if kind == "all_gather" else before.aval
             about = (kind, axes, str(counted.dtype), _bytes(counted))
-            collective = Collective(*about, 1, traffic, senders)
+            beside = kind == "all_gather" and is_beside(eqn)
+            collective = Collective(*about, 1, traffic, senders, beside)
             written.append(self.storage.new(_bytes(after.aval)))
             op = Op("collective", *_labels(scope), collective=collective)
             self.nodes.append(Node(op, _reads([value]), (written[-1],)))

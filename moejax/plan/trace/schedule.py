@@ -46,6 +46,7 @@ TRAFFIC = (
     "routing",
     "loss",
     "update",
+    "outer",
 )
 
 
@@ -58,6 +59,8 @@ class Collective:
       bytes: size of one device's operand (all_gather: of its result) in one call.
       traffic: its class, one of `TRAFFIC`; or empty.
       senders: of a ppermute, the places along the axes that send; else empty: all do.
+      beside: whether it is an all-gather that a program on CPU waits for where it uses the result,
+        as it does for every ppermute.
     """
 
     kind: str
@@ -67,6 +70,7 @@ class Collective:
     calls: int
     traffic: str = ""
     senders: tuple[int, ...] = ()
+    beside: bool = False
 
 
 @dataclass(frozen=True)

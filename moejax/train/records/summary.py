@@ -57,6 +57,11 @@ def summarize(train_step: TrainStep) -> Summary:
         ),
         "gradients": arguments["weights"],
         "optimizer state": arguments["optimizer"],
+        **(
+            {"this site's weights, momentum and errors of the outer loop": more}
+            if (more := arguments.get("outer loop"))
+            else {}
+        ),
         **({"codec state": codec_memory} if (codec_memory := arguments["codec memory"]) else {}),
         "batch": arguments["batch"],
         "logits of one chunk": _logit_bytes(train_step),
@@ -104,6 +109,11 @@ def print_summary(
             table.add_row("FORCED ROUTING", f"{cfg.moe.router.forced}: {FORCED}")
     if train_step.spec.compression != NO_COMPRESSION:
         table.add_row("codecs across nodes", describe_codecs(train_step.spec.codecs))
+    if (outer := cfg.outer).every is not None:
+        what = f"1 / {outer.every} of the model in each step"
+        how = what if outer.order == "layers" else f"all of the model after {outer.every} steps"
+        sites = f"{train_step.num_sites}, which average {how}; codec {outer.codec}"
+        table.add_row("sites", sites)
     steps = f"{summary.tokens_per_step:,} tokens a step, {cfg.train.num_steps:,} steps"
     table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
     for kind, size in summary.bytes_by_kind.items():

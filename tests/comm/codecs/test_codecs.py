@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Blocks, Cast, ErrorFeedback, pack, unpack
+from moejax.comm.codecs.codec import Blocks, Cast, ErrorFeedback, build_codec, pack, unpack
 from moejax.config.compression import CodecSpec
 from tests.comm.codecs.sizes import wire_bytes
 

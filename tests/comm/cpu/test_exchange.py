@@ -26,6 +26,7 @@ COLLECTIVES = {
     "all_gather": lambda x, axes: lax.all_gather(x, axes, axis=1, tiled=True),
     "reduce_scatter": lambda x, axes: lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
     "all_reduce": lambda x, axes: lax.psum(x[:, :3], axes),
+    "gather_beside": lambda x, axes: lax.all_gather(x, axes, axis=0, tiled=False)[-1],
     "ppermute": lambda x, axes: along_a_chain(x, tuple(sorted(axes))),
 }
 

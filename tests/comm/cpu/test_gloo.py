@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from moejax.comm import wire
 from moejax.comm.cpu.exchange import Exchange, connected
 from moejax.comm.cpu.gloo import in_order
 from moejax.config.fields import change
@@ -244,6 +245,17 @@ def test_a_stage_computes_between_the_start_of_a_transfer_and_its_first_use():
     first, first_end, second, second_end = holds(tick, ROWS, HIDDEN)
     assert first == second == [HIDDEN, ()]
     assert first_end == second_end == [(), product_of_rows]
+
+
+def test_a_loop_with_collectives_runs_between_a_gather_beside_it_and_its_first_use():
+    """The loop waits for the gather's start, and its end for the loop, as with transfers."""
+
+    def step(rows, hidden):
+        arrived = wire.gather_beside(rows, ("d",)) * 2
+        looped = lax.fori_loop(0, 3, lambda _, x: lax.psum(x, "d"), hidden)
+        return arrived + looped.sum()
+
+    assert holds(step, ROWS, HIDDEN) == [[(), ()]]
 
 
 def test_a_loop_with_collectives_waits_for_the_start_of_a_transfer_and_the_end_for_the_loop():

@@ -1,12 +1,15 @@
+import math
 from dataclasses import replace
 
+import jax
 import pytest
 
-from moejax.config.schema import Config
-from moejax.plan.price.candidate import trace_config
+from moejax.config.schema import Config, OuterConfig
+from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.trace.schedule import walk
-from tests.cases import small_config
+from tests.cases import CERTAIN, small_config
+from tests.plan.clusters import cluster
 
 BALANCED = read_expert_load("balanced", 8)
 
@@ -55,3 +58,26 @@ def test_a_step_without_rounds_is_priced_for_no_load_that_overflows():
     lean = trace_config(config("split"), "cpu", BALANCED)
     with pytest.raises(ValueError, match="without overflow rounds"):
         lean.schedule(rounds=1)
+
+
+def test_what_sites_send_is_counted_and_hidden_behind_the_step():
+    """Two sites of four devices: half of each shard crosses in a step, instead of all gradients."""
+    cfg = small_config((2, 1, 4, 1), moe=CERTAIN, train={"batch_sequences": 256})
+    cfg = replace(cfg, mesh=replace(cfg.mesh, nodes=2))
+    outer = replace(cfg, outer=OuterConfig(every=2, codec="none"))
+    found, plain = (
+        price(trace_config(one, "cpu", BALANCED), cluster(slow=1e6), BALANCED)
+        for one in (outer, cfg)
+    )
+    sent, shapes = found.main.totals.bytes_sent, found.traced.train_step.abstract.params
+    shard = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(shapes))
+    logged = 200  # bytes, at most
+    assert 4 * shard / 2 <= sent["network", "outer"] <= 4 * shard / 2 + 4 * 32 + logged
+    assert {name for stream, name in sent if stream == "network"} == {"outer"}
+    computed = sum(found.main.totals.computed.values())
+    assert found.main.totals.sent["network", "outer"] < computed
+    assert found.main.totals.exposed["outer"] < 0.01 * computed
+    waits = plain.main.totals.exposed
+    gradients = waits["dense_gradient"] + waits["expert_gradient"]
+    assert gradients > 10 * found.main.totals.exposed["outer"]
+    assert found.seconds < plain.seconds

@@ -279,3 +279,27 @@ def test_on_cpu_a_transfer_begins_only_when_those_before_it_have_begun():
     ops = (product, waits, transfer(10**6, (1,)))
     found = run(own, *ops).timeline
     assert found.start_s[2] == found.end_s[0] == found.start_s[1]
+
+
+def test_a_gather_beside_the_step_is_hidden_behind_it_and_no_collective_waits_for_it():
+    """Two sites of four devices: 4e7 bytes cross in a second, and a sum inside a site meanwhile."""
+    layout = build_layout(MeshConfig(replica=2, expert=4, nodes=2))
+    size, product = 2 * 10**7, Op("product", flops=2e10, dtype="float32")  # two seconds
+    inner = all_to_all(10**6, ("expert",))
+
+    def step(beside):
+        about = "all_gather", ("replica",), "uint8", size, 1, "outer", (), beside
+        return run(
+            Costs(cluster(), layout, BucketFill()),
+            Op("collective", collective=Collective(*about)),
+            inner,
+            dataclasses.replace(product, after=(1,)),
+            Op("region", bytes=0, after=(0, 2)),
+        )
+
+    hidden, waited = step(beside=True), step(beside=False)
+    assert hidden.totals.bytes_sent["network", "outer"] == size / 2
+    assert hidden.totals.sent["network", "outer"] == pytest.approx(1.0, rel=0.01)
+    assert hidden.totals.exposed.get("outer", 0.0) < 0.01
+    assert hidden.seconds == pytest.approx(2.0, rel=0.02)
+    assert waited.seconds == pytest.approx(3.0, rel=0.02)

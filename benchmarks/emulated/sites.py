@@ -1,0 +1,121 @@
+"""What is an outer loop across sites worth, beside data parallel, codecs and pipeline stages?
+
+Each emulated host is a site: one process, so that only what crosses sites crosses processes. Data
+parallel training sums gradients over sites in every step, in float32 and in int4 with feedback;
+stages pass hidden states on, with the codecs of `strong`; the outer loop averages weights, all at
+once after a period of steps, or a part in each step beside its computation, in int4 with feedback.
+All run in turns. Links shape bandwidth, not latency. The rate alone is that of the same way where
+the link is not shaped. Needs root, ip and tc. Writes sites.json and sites.md.
+
+    python -m benchmarks.emulated.sites --out benchmarks/results
+    BENCH_SMALL=1 python -m benchmarks.emulated.sites --out /tmp/sites
+"""
+
+import os
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from benchmarks.emulated.compression import CONFIG
+from benchmarks.emulated.exchange import Case, Variants
+from benchmarks.emulated.record import record_cases
+
+SMALL = bool(os.environ.get("BENCH_SMALL"))  # one case of a small model: does it run?
+HOSTS = ((2, 2),) if SMALL else ((2, 4), (4, 2))  # sites, devices of each
+RATES = (None, 50) if SMALL else (None, 200, 50, 20, 10)  # Mbit/s
+PERIOD = 4 if SMALL else 16  # steps in which all of the model is averaged
+LAYERS = "outer by layers"
+RIVALS = ("int4 with feedback", "stages")
+MODEL = {
+    **CONFIG,
+    "mesh.nodes": None,
+    "data.sequence_length": 256,
+    "moe.capacity_factor": 1.25,
+    "optimizer.warmup_steps": 0,
+}
+if SMALL:
+    MODEL |= {"model.width": 128, "moe.expert_hidden": 256, "data.sequence_length": 64}
+
+
+def case(hosts: int, devices: int, rate: int | None) -> Case:
+    """All ways to train on these sites, at one rate."""
+    config = MODEL | {"mesh.replica": hosts, "mesh.expert": devices, "mesh.nodes": hosts}
+    gradients = ("compression.dense_gradient", "compression.expert_gradient")
+    stages = {"mesh.replica": 1, "mesh.stage": hosts, "train.micro_batches": hosts}
+    variants: Variants = {
+        "data parallel": ("step", {}),
+        "int4 with feedback": ("step", dict.fromkeys(gradients, "int4+feedback")),
+        "stages": ("step", {**stages, "compression.preset": "strong"}),
+        # A run has all steps of a period: one of them waits for the others' bytes.
+        "outer at once": ("step", {"outer.every": PERIOD, "outer.order": "all", "steps": PERIOD}),
+        LAYERS: ("step", {"outer.every": PERIOD}),
+    }
+    length = config["data.sequence_length"]
+    return Case("sites", hosts, devices, rate, config, (8, length), variants, rounds=3)
+
+
+def cases() -> Iterator[Case]:
+    """The cases, those of two sites first; of each number of sites first the link as it is."""
+    for hosts, devices in HOSTS:
+        for rate in RATES:
+            yield case(hosts, devices, rate)
+
+
+def main() -> None:
+    """Runs the cases and writes the results."""
+    record_cases("sites", cases(), page, __doc__ or "")
+
+
+def speed(one: dict[str, Any]) -> float:
+    """Tokens a second of all sites together: the median over rounds."""
+    return median(one["tokens"] / seconds for seconds in one["seconds"])
+
+
+def rows(result: dict[str, Any], alone: dict[str, Any] | None) -> list[str]:
+    """A rate's table.
+
+    Args:
+      alone: what was found on as many sites where the link is not shaped.
+    """
+    found, rate = result["found"], result["case"]["rate"]
+    best = max(speed(found[name]) for name in RIVALS)
+    lines = [
+        "| way | tokens / s | beside the best of codecs and stages | of its rate alone | "
+        "seconds (range) | MB sent a step |",
+        "|---" * 6 + "|",
+    ]
+    for name, one in found.items():
+        share = "" if alone is None or rate is None else f"{speed(one) / speed(alone[name]):.2f}"
+        steps = result["case"]["variants"][name][1].get("steps", 1)
+        lines.append(
+            f"| {name} | {speed(one):,.0f} | {speed(one) / best:.2f} | {share} | "
+            f"{median(one['seconds']) / steps:.3f} ({min(one['seconds']) / steps:.3f} to "
+            f"{max(one['seconds']) / steps:.3f}) | {median(one['sent']) / steps / 1e6:.2f} |"
+        )
+    return lines
+
+
+def page(record: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    machine, alone = record["machine"], {}
+    lines = [
+        "# Several sites",
+        "",
+        *(__doc__ or "").strip().splitlines(),
+        "",
+        f"{record['date']}; {machine['cpu']}, {machine['cpus_used']} CPUs for all sites together; "
+        f"JAX {record['jax']}, Python {record['python']}. A period has {PERIOD} steps. Speed says "
+        "nothing about the loss at equal tokens.",
+    ]
+    for result in record["results"]:
+        hosts, devices, rate = (result["case"][name] for name in ("hosts", "devices", "rate"))
+        if rate is None:
+            alone[hosts] = result["found"]
+        link = "not shaped" if rate is None else f"{rate} Mbit/s"
+        lines += ["", f"## {hosts} sites of {devices} devices, {link}", ""]
+        lines += rows(result, alone.get(hosts))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""The outer loop: sites train apart, and a part of the model is averaged in every step.
+
+Per device, inside the shard_map of the training mesh. In step t of a period of H steps each device
+takes the t-th of H parts of each of its shards: of stacked layers these are runs of whole layers
+where H divides their number. What its site moved that part since it was last averaged is encoded
+and sent to the devices with the same shard at the other sites, while the step computes. At its end
+all sites decode the same bytes, average them, and move the outer weights by Nesterov's rule, so
+that their copies stay equal to the bit. The site goes on from them with the progress of the step.
+
+    delta = outer - inner                        the pseudo-gradient, of the part, at the start
+    momentum = mu momentum + mean(delta)
+    outer = outer - rate (mean(delta) + mu momentum)
+    inner = outer + (inner at the end - inner at the start)
+
+What a site trains gets the sites as its first dimension, sharded over them, because sites differ.
+The outer weights and their momentum are the same at all sites, so every site has a copy: it needs
+them to know what it moved, and another site may be gone.
+
+Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512). Decision 0038.
+
+Letters: R sites, H steps of a period, n values of a part on this device, m values of one array's.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import wire
+from moejax.comm.codecs.codec import Codec, build_plain_codec, pack, unpack
+from moejax.comm.weights.path import compressible
+from moejax.config.compression import CodecSpec, outer_codec
+from moejax.config.schema import Config
+from moejax.layout.layout import Axes
+from moejax.step.model import ModelDef
+from moejax.step.optimizer import Optimizer
+from moejax.step.per_device import train_step
+from moejax.step.state import Batch, Metrics, Sites, TrainState, Tree
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of each array that a step averages; static but for its number.
+
+    Attributes:
+      count: parts of an array.
+      number: of this one, from zero.
+    """
+
+    count: int
+    number: Any
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """Returns this part of an array, [m] in float32. The last one begins earlier to fit."""
+        flat = x.reshape(-1)
+        start, size, _ = self._place(x)
+        return jax.lax.dynamic_slice_in_dim(flat, start, size).astype(jnp.float32)
+
+    def put(self, x: jax.Array, new: jax.Array) -> jax.Array:
+        """Returns an array with this part replaced by [m]; values of the part before it stay."""
+        flat = x.reshape(-1)
+        start, size, first = self._place(x)
+        new = new.astype(x.dtype)
+        if x.size % self.count:
+            old = jax.lax.dynamic_slice_in_dim(flat, start, size)
+            new = jnp.where(start + jnp.arange(size) >= first, new, old)
+        return jax.lax.dynamic_update_slice_in_dim(flat, new, start, 0).reshape(x.shape)
+
+    def _place(self, x: jax.Array) -> tuple[Any, int, Any]:
+        """Returns where the slice starts, its size, and where the part itself starts."""
+        size = -(-x.size // self.count)
+        first = self.number * size
+        return jnp.minimum(first, x.size - size), size, first
+
+
+class Pending(NamedTuple):
+    """The parts of all sites on their way, and what this site needs when they arrive.
+
+    Attributes:
+      arrived: [R, bytes] of packed payloads, in the order of the sites.
+      own: this site's payload, [1, ...], as it was sent.
+      before: of each array this site's part [m] at the start.
+      wanted: [n], what was encoded: with feedback the differences and the errors so far.
+    """
+
+    arrived: jax.Array
+    own: Any
+    before: list[jax.Array]
+    wanted: jax.Array
+
+
+class Shared(NamedTuple):
+    """What all sites hold alike: outer weights and selection biases, and momentum of weights."""
+
+    params: Tree
+    router_bias: Tree
+    momentum: Tree
+
+
+@dataclass(frozen=True)
+class OuterLoop:
+    """The outer loop of a run; static.
+
+    Attributes:
+      axes: mesh axes along which the sites lie.
+      every: H.
+      at_once: whether all parts are sent at the end of a period, by a step that waits.
+      codec: of differences of matrices; None: nothing is encoded.
+      dims: letters of the dimensions of each parameter.
+    """
+
+    axes: Axes
+    every: int
+    rate: float
+    momentum: float
+    at_once: bool
+    codec: CodecSpec | None
+    dims: Tree
+
+    def encoded(self) -> list[bool]:
+        """Returns of each parameter whether the codec encodes it."""
+        return [self.codec is not None and compressible(d) for d in jax.tree.leaves(self.dims)]
+
+    def no_error(self, params: Tree) -> Tree:
+        """Returns the first `Sites.error`: zeros like the parameters that feedback is for."""
+        remembers = self.codec is not None and self.codec.feedback
+        keeps = jax.tree.unflatten(jax.tree.structure(params), self.encoded())
+        return jax.tree.map(
+            lambda x, keep: jnp.zeros(x.shape, jnp.float32) if remembers and keep else None,
+            params,
+            keeps,
+        )
+
+    def part(self, step: jax.Array) -> Part:
+        """Returns the part that a step averages, counted from zero."""
+        return Part(1, jnp.int32(0)) if self.at_once else Part(self.every, step % self.every)
+
+    def send(self, shared: Shared, inner: tuple[Tree, Tree], error: Tree, part: Part) -> Pending:
+        """Sends this site's differences to the other sites. The program need not wait.
+
+        Wire: R - 1 times the encoded part, per device, gathered.
+
+        Args:
+          inner: this site's weights and selection biases.
+          error: as of `Sites`.
+        """
+        before = [part.take(x) for x in jax.tree.leaves(inner)]
+        outer = [part.take(x) for x in jax.tree.leaves((shared.params, shared.router_bias))]
+        deltas = [theirs - ours for theirs, ours in zip(outer, before, strict=True)]
+        groups = _Groups(self._is_encoded(len(deltas)), self._block, [x.size for x in deltas])
+        errors = jax.tree.leaves(error)
+        if errors:  # of the encoded parameters, in their order
+            found = iter(errors)
+            deltas = [
+                delta + part.take(next(found)) if coded else delta
+                for delta, coded in zip(deltas, groups.encoded, strict=True)
+            ]
+        wanted, plain = groups.join(deltas)
+        own = {"plain": plain[None]}
+        if wanted.size:
+            own["coded"] = self._codec.encode_once(wanted[None])
+        with jax.named_scope("outer"):
+            arrived = wire.gather_beside(pack(own)[0], self.axes)
+        return Pending(arrived, own, before, wanted)
+
+    def receive(
+        self, sent: Pending, shared: Shared, inner: tuple[Tree, Tree], error: Tree, part: Part
+    ) -> tuple[Shared, tuple[Tree, Tree], Tree]:
+        """Averages what arrived. Returns the next outer state, this site's weights and its errors.
+
+        Sites whose part is not finite do not count, and take the outer weights.
+
+        Args:
+          inner: this site's weights and selection biases as they are now.
+        """
+        groups = _Groups(
+            self._is_encoded(len(sent.before)), self._block, [x.size for x in sent.before]
+        )
+        payload = unpack(sent.arrived, sent.own)
+        arrived = [payload["plain"]]
+        if sent.wanted.size:
+            arrived.append(self._codec.decode(payload["coded"], sent.wanted.size))
+        finite_R = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x), 1) for x in arrived]), 0)
+        count = jnp.maximum(jnp.sum(finite_R), 1).astype(jnp.float32)
+        means = [jnp.sum(jnp.where(finite_R[:, None], x, 0), 0) / count for x in arrived]
+        finite = finite_R[wire.index(self.axes)]
+        coded = means[1] if sent.wanted.size else sent.wanted
+        deltas = groups.split(coded, means[0])
+        shared, moved = self._moved(shared, deltas, part)
+        leaves, tree = jax.tree.flatten(inner)
+        progress = [part.take(x) - old for x, old in zip(leaves, sent.before, strict=True)]
+        inner = jax.tree.unflatten(
+            tree,
+            [
+                part.put(x, jnp.where(finite, new + more, new))
+                for x, new, more in zip(leaves, moved, progress, strict=True)
+            ],
+        )
+        return shared, inner, self._left_out(sent, groups, error, finite, part)
+
+    def _moved(
+        self, shared: Shared, deltas: list[jax.Array], part: Part
+    ) -> tuple[Shared, list[jax.Array]]:
+        """Moves the outer weights by averaged differences. Returns them, and of each its part.
+
+        Selection biases take the average: their steps have one size, which momentum would change.
+        """
+        params, tree = jax.tree.flatten(shared.params)
+        speeds, parts = jax.tree.leaves(shared.momentum), []
+        for index, delta in enumerate(deltas[: len(params)]):
+            speed = self.momentum * part.take(speeds[index]) + delta
+            parts.append(part.take(params[index]) - self.rate * (delta + self.momentum * speed))
+            speeds[index] = part.put(speeds[index], speed)
+            params[index] = part.put(params[index], parts[-1])
+        biases, bias_tree = jax.tree.flatten(shared.router_bias)
+        for index, delta in enumerate(deltas[len(params) :]):
+            parts.append(part.take(biases[index]) - delta)
+            biases[index] = part.put(biases[index], parts[-1])
+        return Shared(
+            jax.tree.unflatten(tree, params),
+            jax.tree.unflatten(bias_tree, biases),
+            jax.tree.unflatten(tree, speeds),
+        ), parts
+
+    def _left_out(
+        self, sent: Pending, groups: "_Groups", error: Tree, finite: jax.Array, part: Part
+    ) -> Tree:
+        """Returns the next errors: what was wanted, less what was sent."""
+        errors, tree = jax.tree.flatten(error)
+        if not errors:
+            return error
+        left = sent.wanted - self._codec.decode(sent.own["coded"], sent.wanted.size)[0]
+        parts = groups.split(jnp.where(finite, left, 0), sent.own["plain"][0])
+        parts = [x for x, coded in zip(parts, groups.encoded, strict=True) if coded]
+        new = [part.put(x, y) for x, y in zip(errors, parts, strict=True)]
+        return jax.tree.unflatten(tree, new)
+
+    def _is_encoded(self, count: int) -> list[bool]:
+        """Returns whether each of the arrays is encoded: parameters, then selection biases."""
+        encoded = self.encoded()
+        return encoded + [False] * (count - len(encoded))
+
+    @property
+    def _codec(self) -> Codec:
+        codec = build_plain_codec(self.codec)
+        assert codec is not None, "nothing is encoded without a codec"
+        return codec
+
+    @property
+    def _block(self) -> int:
+        return 1 if self.codec is None else self.codec.block
+
+
+class _Groups(NamedTuple):
+    """Parts of arrays joined in two vectors: those that are encoded, and the others.
+
+    Encoded ones begin at a block of the codec, so that arrays of other sizes do not share scales.
+    """
+
+    encoded: list[bool]
+    block: int
+    sizes: list[int]
+
+    def join(self, parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Returns the encoded parts and the others, each joined."""
+        vectors: tuple[list[jax.Array], list[jax.Array]] = [], []
+        for x, coded in zip(parts, self.encoded, strict=True):
+            vectors[0 if coded else 1].append(jnp.pad(x, (0, -x.size % self.block)) if coded else x)
+        none = jnp.zeros(0)
+        return jnp.concatenate([none, *vectors[0]]), jnp.concatenate([none, *vectors[1]])
+
+    def split(self, coded: jax.Array, plain: jax.Array) -> list[jax.Array]:
+        """The inverse of `join`."""
+        parts, at = [], [0, 0]
+        for size, is_coded in zip(self.sizes, self.encoded, strict=True):
+            which = 0 if is_coded else 1
+            parts.append((coded, plain)[which][at[which] : at[which] + size])
+            at[which] += size + (-size % self.block if is_coded else 0)
+        return parts
+
+
+def build_outer(cfg: Config, model: ModelDef) -> OuterLoop:
+    """Returns the outer loop that a config describes.
+
+    Args:
+      model: as a site sees it.
+    """
+    outer = cfg.outer
+    assert outer.every is not None, "the config has no outer loop"
+    return OuterLoop(
+        model.layout.sites,
+        outer.every,
+        outer.rate,
+        outer.momentum,
+        outer.order == "all",
+        outer_codec(cfg),
+        model.dims,
+    )
+
+
+def site_step(
+    model: ModelDef, optimizer: Optimizer, outer: OuterLoop, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    """Runs one step of this device's site, and averages a part of the model over the sites.
+
+    Args:
+      model, optimizer: as a site sees them.
+      state: leaves of `sites` are [1, ...], this site's.
+    """
+    assert state.sites is not None
+    sites = jax.tree.map(lambda x: x[0], state.sites)
+    shared = Shared(state.params, state.router_bias, state.momentum)
+    inner, error, part = (sites.params, sites.router_bias), sites.error, outer.part(state.step)
+    sent = None if outer.at_once else outer.send(shared, inner, error, part)
+    own = TrainState(
+        state.step,
+        jnp.zeros((), jnp.int32),
+        sites.params,
+        sites.router_bias,
+        sites.optimizer,
+        state.reduction,
+        load_LE=sites.load_LE,
+    )
+    own, metrics = train_step(model, optimizer, own, batch)
+    inner = own.params, own.router_bias
+    with jax.named_scope("outer"):
+        if sent is not None:
+            shared, inner, error = outer.receive(sent, shared, inner, error, part)
+        else:
+            shared, inner, error = _all_at_once(outer, shared, inner, error, state.step)
+        metrics = over_sites(metrics, outer.axes)
+    metrics = metrics._replace(skipped=state.skipped + metrics.skipped)
+    sites = Sites(*inner, own.optimizer, own.load_LE, error)
+    state = TrainState(
+        own.step,
+        metrics.skipped,
+        shared.params,
+        shared.router_bias,
+        (),
+        own.reduction,
+        sites=jax.tree.map(lambda x: x[None], sites),
+        momentum=shared.momentum,
+    )
+    return state, metrics
+
+
+def _all_at_once(
+    outer: OuterLoop, shared: Shared, inner: tuple[Tree, Tree], error: Tree, step: jax.Array
+) -> tuple[Shared, tuple[Tree, Tree], Tree]:
+    """Averages all of the model after the last step of a period; other steps change nothing."""
+    part = outer.part(step)
+
+    def average(now: Any) -> Any:
+        shared, inner, error = now
+        return outer.receive(outer.send(shared, inner, error, part), shared, inner, error, part)
+
+    last = (step + 1) % outer.every == 0
+    return jax.lax.cond(last, average, lambda now: now, (shared, inner, error))
+
+
+def over_sites(metrics: Metrics, axes: Axes) -> Metrics:
+    """Returns means of the sites' measures, and sums of their counts. Wire: one small gather."""
+    leaves, tree = jax.tree.flatten(metrics)
+    words = [
+        jax.lax.bitcast_convert_type(x.astype(jnp.int32) if x.dtype == bool else x, jnp.uint32)
+        for x in leaves
+    ]
+    flat = jnp.concatenate([x.reshape(-1) for x in words])
+    words_Rn, at, found = wire.all_gather(flat[None], axes, dim=0, tag=None), 0, []
+    for x in leaves:
+        own = words_Rn[:, at : at + x.size].reshape(-1, *x.shape)
+        at += x.size
+        if x.dtype == bool:
+            found.append(jnp.any(own > 0, 0))
+        elif jnp.issubdtype(x.dtype, jnp.integer):
+            found.append(jnp.sum(jax.lax.bitcast_convert_type(own, x.dtype), 0))
+        else:
+            found.append(jnp.mean(jax.lax.bitcast_convert_type(own, x.dtype), 0))
+    return jax.tree.unflatten(tree, found)
+
+
+def with_sites(
+    site: ModelDef, shapes: TrainState, specs: TrainState
+) -> tuple[TrainState, TrainState]:
+    """Returns shapes and shardings of a run's state, made of those of a site's own state.
+
+    Args:
+      site: the model as a site sees it.
+    """
+    layout, error = site.layout, build_outer(site.cfg, site).no_error
+
+    def stacked(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((layout.size(layout.sites), *x.shape), x.dtype)
+
+    def each(spec: P) -> P:
+        return P(layout.sites, *spec)
+
+    errors = jax.eval_shape(error, shapes.params)
+    error_specs = jax.tree.map(
+        lambda x, spec: None if x is None else spec,
+        errors,
+        specs.params,
+        is_leaf=lambda x: x is None,
+    )
+    gone = {"optimizer": (), "load_LE": None}
+    return shapes._replace(
+        sites=jax.tree.map(stacked, _own(shapes, errors)), momentum=shapes.params, **gone
+    ), specs._replace(
+        sites=jax.tree.map(each, _own(specs, error_specs)), momentum=specs.params, **gone
+    )
+
+
+def _own(state: TrainState, error: Tree) -> Sites:
+    return Sites(state.params, state.router_bias, state.optimizer, state.load_LE, error)
+
+
+def first_sites(like: Sites, params: Tree, router_bias: Tree, moments: Any) -> Sites:
+    """Returns the first state of all sites, each with these weights and moments.
+
+    Args:
+      like: its shapes.
+    """
+    return _begin(like, (params, router_bias, moments))
+
+
+def sites_to_read(like: Sites, count: int, over: Axes) -> Sites:
+    """Returns what a run reads of a checkpoint of another number of sites: moments alone.
+
+    Args:
+      like: the run's own, with shardings.
+      count: sites of the checkpoint.
+      over: mesh axes along which the run's sites lie.
+    """
+    sites = jax.tree.leaves(like.params)[0].shape[0]
+    shared = over if count % sites == 0 else None
+
+    def moment(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(x.sharding.mesh, P(shared, *x.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
+
+    return Sites(None, None, jax.tree.map(moment, like.optimizer), None, None)
+
+
+def sites_at(like: Sites, params: Tree, router_bias: Tree, moments: Any) -> Sites:
+    """Returns the state of sites that go on from outer weights, each with the mean of moments.
+
+    Args:
+      like: its shapes.
+      moments: of any number of sites, along the first dimension.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.max(x, 0) if jnp.issubdtype(x.dtype, jnp.integer) else jnp.mean(x, 0)
+
+    return _begin(like, (params, router_bias, jax.tree.map(mean, moments)))
+
+
+def _begin(like: Sites, own: tuple[Tree, Tree, Any]) -> Sites:
+    params, router_bias, moments = jax.tree.map(
+        lambda like, x: jnp.broadcast_to(x, like.shape),
+        (like.params, like.router_bias, like.optimizer),
+        own,
+    )
+    load_LE, error = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (like.load_LE, like.error))
+    return Sites(params, router_bias, moments, load_LE, error)
