@@ -85,7 +85,7 @@ def write_adapters(
       InputError: names a tensor that peft cannot adapt.
     """
     model, params, _ = describe_anywhere(cfg)
-    rules = (*family.rules, *family.experts[-1])  # the experts of a layer in one tensor
+    rules = (*family.rules, *family.experts[-1])
     adapted = adapted_parameters(describe_anywhere(cfg, adapters=True)[0])
     tensors = [
         tensor

@@ -12,12 +12,13 @@ from safetensors.numpy import load_file, save_file
 from moejax.comm.weights.adapters import AdaptedWeight, add_adapter, scaled
 from moejax.config.schema import MeshConfig
 from moejax.data.prepare import command as prepare
+from moejax.hf.families import family_named
 from moejax.hf.load import load, plan_load
 from moejax.hf.model import describe_anywhere
 from moejax.hf.reader import Folder
 from moejax.step.state import flat
 from tests.cases import some_of
-from tests.hf.golden import ahead_folder, cases_of, golden_folder
+from tests.hf.golden import FAMILIES, ahead_folder, cases_of, golden_folder
 from tests.hf.lora_runs import write_run
 from tests.hf.test_writer import read_all
 
@@ -90,6 +91,27 @@ def test_adapters_alone_are_what_is_added(done, tmp_path):
         product = config["lora_alpha"] / config["r"] * b @ a
         np.testing.assert_allclose(whole[name], base[name] + product, rtol=1e-5, atol=1e-6)
     assert len(factors) == 2 * (len(config["target_modules"]) + len(config["target_parameters"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_name_a_layers_experts_as_one_tensor(family):
+    names = [rule.theirs for rule in family_named(family).joined_experts]
+    assert not any("{E}" in name for name in names)
+    assert bool(names) == any(family_named(family).experts)
+
+
+def test_adapters_of_experts_that_files_have_in_one_tensor_are_theirs(done, tmp_path):
+    write_run(
+        tmp_path / "run",
+        golden_folder(tmp_path / "base", cases_of("mistral4")["even, yarn"]),
+        MeshConfig(),
+    )
+    done("export", "run", "--out", "adapter", "--adapter")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    base = load_file(tmp_path / "base/model.safetensors")
+    named = [f"{name}.weight" for name in config["target_modules"]] + config["target_parameters"]
+    assert sum("mlp.experts." in name for name in named) == 2 * 2  # layers
+    assert set(named) <= set(base)
 
 
 def test_a_chat_template_goes_with_adapters(done, tmp_path):

@@ -208,6 +208,12 @@ class Family:
         """All parts of `config.json`."""
         return (*self.common, *self.parts)
 
+    @property
+    def joined_experts(self) -> tuple[Rule, ...]:
+        """The rules of experts in the last form that has those of a layer in one tensor."""
+        joined = (form for form in self.experts if not any("{E}" in rule.theirs for rule in form))
+        return list(joined)[-1]
+
     def matches(self, config: Mapping[str, Any]) -> bool:
         """Returns whether a `config.json` is of this family."""
         named = config.get("architectures") or [self.architecture]
