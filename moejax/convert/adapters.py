@@ -85,7 +85,7 @@ def write_adapters(
       InputError: names a tensor that peft cannot adapt.
     """
     model, params, _ = describe_anywhere(cfg)
-    rules = (*family.rules, *family.experts[-1])
+    rules = (*family.rules, *family.joined_experts)
     adapted = adapted_parameters(describe_anywhere(cfg, adapters=True)[0])
     tensors = [
         tensor

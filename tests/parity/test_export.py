@@ -85,8 +85,8 @@ def tokens(vocabulary, shape=SHAPE):
     return np.random.default_rng(0).integers(0, vocabulary, shape, dtype=np.int32)
 
 
-def assert_close(logits, wanted):
-    bound = LOGITS * np.abs(wanted).max()
+def assert_close(logits, wanted, times=1):
+    bound = times * LOGITS * np.abs(wanted).max()
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=bound)
 
 
@@ -203,7 +203,8 @@ def test_peft_computes_with_an_adapter_what_the_run_computes(tmp_path, theirs, f
         theirs.load(tmp_path / "merged"),
         theirs.with_adapter(theirs.load(base), tmp_path / "adapter"),
     ):
-        assert_close(theirs.logits(model, token_BT), wanted)
+        # A few tokens of Qwen3-Next: both folders in transformers differ by 2e-5 from each other.
+        assert_close(theirs.logits(model, token_BT), wanted, 3 if family == "qwen3_next" else 1)
 
 
 def losses_ahead(model, token_BT):
