@@ -305,6 +305,7 @@ def test_a_run_begins_with_what_it_resumes_else_with_weights_it_was_given_else_w
     )
     train_step = SimpleNamespace(
         abstract=SimpleNamespace(frozen={} if lora else None),
+        at_sites=lambda state: state,
         init=lambda: "drawn",
         first_state=lambda params, bias: f"first of {params}, {bias}",
     )
