@@ -454,7 +454,7 @@ REFUSED = [
     (
         "Nemotron-3-Nano-30B-A3B",
         {"hybrid_override_pattern": None},
-        "override_pattern` is None",
+        "no value of nemotron_h's `hybrid_override_pattern`",
     ),
     (
         "Nemotron-3-Nano-30B-A3B",

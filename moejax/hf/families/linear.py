@@ -30,6 +30,7 @@ from moejax.hf.families.parts import (
     Config,
     Same,
     Settings,
+    Twice,
     value_of,
     whole_number,
 )
@@ -413,7 +414,7 @@ NEMOTRON_H = Family(
         DenseHidden(),
         SharedExpert(keys=("moe_shared_expert_intermediate_size",), gate=False),
         Groups(),
-        Same("layer_norm_epsilon", "model.norm_epsilon", default=1e-5, also=("norm_eps",)),
+        Twice("layer_norm_epsilon", "model.norm_epsilon", default=1e-5, also=("norm_eps",)),
         Same("n_groups", "model.linear.key_heads"),
         Same("ssm_state_size", "model.linear.key_width"),
         Same("mamba_num_heads", "model.linear.value_heads"),
