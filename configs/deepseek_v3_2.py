@@ -1,7 +1,8 @@
 """DeepSeek-V3.2: DeepSeek-V3 with an indexer in every block, which chooses 2,048 keys of a query.
 
 Hardware: 256 H200s of 141 GB, 32 nodes of 8.
-Mesh:     that of configs/deepseek_v3.py; the planner has not looked for a better one.
+Mesh:     that of configs/deepseek_v3.py; the planner's own, without stages, is in
+          benchmarks/results/plan_deepseek_v3_2.json.
 Memory:   --dry_run says it with mesh.platform=gpu; nobody has looked yet.
 Command:  moejax train --config configs/deepseek_v3_2.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was

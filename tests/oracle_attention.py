@@ -126,7 +126,7 @@ def index_scores(w, x, cfg: Config):
 
 
 def divergence(w, x, seen, cfg: Config):
-    """Of the indexer from attention over the keys chosen, in nats of each position [B, T]."""
+    """How far the indexer is from attention over the keys chosen, in nats a position [B, T]."""
     score = index_scores(w, x, cfg)
     seen = seen & chosen(score, seen, cfg)[:, None]
     chance = jax.lax.stop_gradient(latent_chances(w, x, seen, cfg)[0]).mean(1)

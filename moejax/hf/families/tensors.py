@@ -136,7 +136,7 @@ KIMI = (
     Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
 )
 
-# Of each layer one norm and one mixer. Rows of Mamba-2's first matrix: the gates, the values, the
+# A layer has one norm and one mixer. Rows of Mamba-2's first matrix: the gates, the values, the
 # keys, the queries, the time steps (Nemotron-H).
 _IN_LAYER = "backbone.layers.{L}."
 _MIXER = f"{_IN_LAYER}mixer."

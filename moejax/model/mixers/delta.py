@@ -61,6 +61,7 @@ class GatedDeltaNet(StateMixer):
       opens: function of the output gate.
     """
 
+    state_products = 3  # a state is read twice and written once
     least_rate = 0.01
     opens = staticmethod(jax.nn.silu)
 
@@ -97,16 +98,6 @@ class GatedDeltaNet(StateMixer):
     def _of_fading(self) -> tuple[tuple[int, ...], str]:
         """Returns the shape and the letters of a position's fading."""
         return (self.cfg.linear.value_heads,), "H"
-
-    @staticmethod
-    def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
-        """Returns the FLOPs of a sequence forward, one position after the other.
-
-        States are read twice and written once, by a product each; chunks take more.
-        """
-        G, H = cfg.linear.key_heads, cfg.linear.value_heads
-        C, V, X = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution
-        return length * (6 * H * C * V + 2 * X * (2 * G * C + H * V))
 
     @staticmethod
     def channels(cfg: ModelConfig) -> int:

@@ -53,6 +53,8 @@ class Small(NamedTuple):
 class Mamba2(StateMixer):
     """Mamba-2 with any number of groups, which are sharded over tensor."""
 
+    state_products = 2  # a state is read once and written once
+
     def __init__(self, cfg: ModelConfig, window: int | None, spec: StepSpec, rngs: nnx.Rngs):
         D, G, H = cfg.width, cfg.linear.key_heads, cfg.linear.value_heads
         C, V, X = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution
@@ -79,16 +81,6 @@ class Mamba2(StateMixer):
         self.step_bias = nnx.Param(first_steps(rngs, (H,)), dims="H")
         self.skip = nnx.Param(jnp.ones((H,), jnp.float32), dims="H")
         self.scale = nnx.Param(jnp.ones((H, V), jnp.float32), dims="HC")
-
-    @staticmethod
-    def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
-        """Returns the FLOPs of a sequence forward, one position after the other.
-
-        States are read once and written once, by a product each; chunks take more.
-        """
-        G, H = cfg.linear.key_heads, cfg.linear.value_heads
-        C, V, X = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution
-        return length * (4 * H * C * V + 2 * X * (2 * G * C + H * V))
 
     @staticmethod
     def channels(cfg: ModelConfig) -> int:

@@ -42,8 +42,12 @@ class StateMixer(nnx.Module):
 
     Subclasses have settings `cfg`, a `spec`, a matrix `w_o` [H, V, D], and the methods that raise
     here.
+
+    Attributes:
+      state_products: products of a head's state and a vector at each position.
     """
 
+    state_products: int
     cfg: ModelConfig
     spec: StepSpec
     w_o: nnx.Param
@@ -57,6 +61,14 @@ class StateMixer(nnx.Module):
         state = CacheArray((size.slots, H, C, V), "float32", (rows, tensor))
         shapes = [(size.slots, Y, *own) for own in ((G, C), (G, C), (H, V))]
         return state, *(CacheArray(shape, cfg.dtype, (rows, (), tensor)) for shape in shapes)
+
+    @classmethod
+    def flops(cls, cfg: ModelConfig, length: int, window: int | None) -> int:
+        """Returns the FLOPs of a sequence forward, position by position; chunks take more."""
+        G, H = cfg.linear.key_heads, cfg.linear.value_heads
+        C, V, X = cfg.linear.key_width, cfg.linear.value_width, cfg.linear.convolution
+        states = 2 * cls.state_products * H * C * V
+        return length * (states + 2 * X * (2 * G * C + H * V))
 
     def __call__(
         self, x_BtD: Float[Array, "B t D"], segment_BS: Int[Array, "B S"], angles: Angles
