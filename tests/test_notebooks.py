@@ -3,6 +3,8 @@
 `make notebooks` executes them.
 """
 
+import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -57,6 +59,22 @@ def test_a_notebook_begins_with_a_title_and_runs_in_any_python_kernel(path):
     assert sources(path)[0].startswith("# ")
     kernel = json.loads(path.read_text())["metadata"]["kernelspec"]
     assert kernel == {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+@notebooks
+def test_what_a_notebook_imports_of_moejax_is_there(path):
+    cells = json.loads(path.read_text())["cells"]
+    imports = [
+        node
+        for cell in cells
+        if cell["cell_type"] == "code" and "%" not in "".join(cell["source"])
+        for node in ast.walk(ast.parse("".join(cell["source"])))
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "moejax"
+    ]
+    for node in imports:
+        module = importlib.import_module(node.module)
+        missing = [name.name for name in node.names if not hasattr(module, name.name)]
+        assert missing == [], f"{node.module} of {path.name}"
 
 
 @notebooks
