@@ -32,6 +32,7 @@ EXPORT_EPILOG = """\
 examples:
   moejax hf export runs/olmoe --out exported/olmoe --step 400
   moejax hf export runs/olmoe_lora --out exported/adapter --adapter
+  moejax hf export runs/qwen --out exported/qwen --around downloads/Qwen3.5-35B-A3B
 
 It writes config.json, generation_config.json and safetensors files of 5 GB at
 most, and copies tokenizer and texts. transformers, vLLM and lm-eval load the
@@ -80,6 +81,12 @@ def parser() -> argparse.ArgumentParser:
     exporting.add_argument(
         "--adapter", action="store_true", help="write the adapters of a LoRA run alone, for peft"
     )
+    exporting.add_argument(
+        "--around",
+        type=Path,
+        metavar="FOLDER",
+        help="put the text model back into the model of images of this folder, which it came from",
+    )
     return command
 
 
@@ -127,4 +134,5 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         family=args.family,
         adapter=args.adapter,
         base=base,
+        around=args.around,
     )

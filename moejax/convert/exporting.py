@@ -18,6 +18,7 @@ from moejax.checkpoint.source import FolderSource, Source, frozen_source
 from moejax.config.load import from_dict
 from moejax.config.schema import Config
 from moejax.convert.adapters import merged_weights, write_adapters
+from moejax.convert.around import Surroundings, open_around
 from moejax.convert.output import bar, check_new_folder, check_space, written_beside
 from moejax.convert.texts import special_ids, texts_of, without_code, write_generation, write_texts
 from moejax.errors import InputError, write_whole
@@ -47,6 +48,7 @@ class _Export:
       frozen: the weights that adapters were trained on; None if the checkpoint has all weights.
       config: the `config.json` that is written.
       origin: directory of the small files that came with the first weights.
+      around: the model of images that the text model goes into; None: it is written by itself.
     """
 
     saved: Saved
@@ -55,6 +57,7 @@ class _Export:
     family: Family
     config: Mapping[str, Any]
     origin: Path | None
+    around: Surroundings | None = None
 
 
 def export_run(
@@ -66,6 +69,7 @@ def export_run(
     family: str | None = None,
     adapter: bool = False,
     base: str | None = None,
+    around: Path | None = None,
 ) -> None:
     """Writes a folder of safetensors files: a model, or adapters alone. Touches no device.
 
@@ -79,6 +83,8 @@ def export_run(
       family: name of the family to write; None: the first weights' family, or one that fits.
       adapter: whether to write adapters alone, as peft reads them.
       base: directory of the weights that adapters were trained on; None: the run's own record.
+      around: folder of the model of images that the text model came from and goes back into; None:
+        the text model is written by itself.
     Raises:
       InputError: for a missing or damaged checkpoint, or a model that no family holds, before
         anything is written.
@@ -91,6 +97,10 @@ def export_run(
             wanted = (below if below.is_dir() else run) / str(step)
         saved = locate(str(wanted), "full", processes)
         cfg, origin = _config_of(saved), origin_of(saved.path)
+        if adapter and around is not None:
+            raise InputError(
+                "`--around` has no effect on adapters alone. Leave out one of the two."
+            )
         if adapter and cfg.lora.rank is None:
             raise InputError(
                 f"no adapters in {saved.path}. Its run trained all weights, and --adapter writes "
@@ -98,7 +108,11 @@ def export_run(
             )
         frozen = frozen_source(saved, cfg, base, processes)
         chosen, config = choose_family(cfg, read_config(origin), family)
-        export = _Export(saved, cfg, frozen, chosen, config, origin)
+        outer = None
+        if around is not None:
+            ahead = bool(cfg.model.predict_ahead)
+            outer = open_around(around, chosen, config, predicts_ahead=ahead)
+        export = _Export(saved, cfg, frozen, chosen, config, origin, outer)
         console = screen(stderr=True, quiet=not processes.first)
         if adapter:
             summary = _export_adapters(export, out, processes)
@@ -125,10 +139,11 @@ def _export_model(
     export: _Export, dtype: str, out: Path, processes: Processes, console: Console
 ) -> str:
     """Writes all weights. Returns a line about them."""
-    saved, cfg, frozen = export.saved, export.cfg, export.frozen
+    saved, cfg, frozen, around = export.saved, export.cfg, export.frozen, export.around
     model, params, router_bias = describe_anywhere(cfg)
     files = plan_files(export.family, model, params, router_bias, dtype)
-    size = total_bytes(files)
+    files = files if around is None else around.renamed(files)
+    size = total_bytes(files) + (0 if around is None else around.copied_bytes)
     check_space(out, size, processes)
     with ExitStack() as stack:
         if frozen is None:
@@ -146,11 +161,16 @@ def _export_model(
             texts = texts_of(saved, cfg.data, export.origin)
             changed = special_ids(texts, export.config)
             config = {**without_code(export.config), **changed, "torch_dtype": dtype}
-            write_whole(beside / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+            whole = config if around is None else around.config_with(config, changed)
+            write_whole(beside / CONFIG, json.dumps(whole, indent=2, sort_keys=True) + "\n")
+            if around is not None:
+                around.copy(beside, files)
             write_texts(beside, texts)
             write_generation(beside, config, bool(changed))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     added = "" if frozen is None else f"; adapters added to {frozen.path}"
+    if around is not None:
+        added += f"; {counted(len(around.copied), 'tensor')} copied from {around.folder}"
     return f"{count:,} parameters, {decimal(size)} in {counted(len(files), 'file')}{added}"
 
 

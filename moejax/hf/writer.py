@@ -9,11 +9,12 @@ reads no other tensors.
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -91,16 +92,24 @@ class OutFile:
 
     def header(self) -> bytes:
         """Returns the bytes before the data."""
-        facts: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for place in self.placed:
-            facts[place.tensor.name] = {
-                "dtype": DTYPES[place.dtype][0],
-                "shape": list(place.tensor.shape),
-                "data_offsets": [place.start, place.stop],
-            }
-        text = json.dumps(facts, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return header_of(
+            (p.tensor.name, DTYPES[p.dtype][0], p.tensor.shape, p.start, p.stop)
+            for p in self.placed
+        )
+
+
+def header_of(tensors: Iterable[tuple[str, str, Sequence[int], int, int]]) -> bytes:
+    """Returns the bytes before a file's data.
+
+    Args:
+      tensors: name, dtype, shape, and where it starts and stops in the data.
+    """
+    facts: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, dtype, shape, start, stop in tensors:
+        facts[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(facts, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def bytes_of(tensor: Tensor, dtype: str) -> int:
@@ -200,10 +209,26 @@ def write_weights(
             progress(place.tensor.view.elements)
     processes.gather("written")
     if processes.first and len(files) > 1:
-        where = {place.tensor.name: file.name for file in files for place in file.placed}
-        index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": where}
-        with writing(folder / INDEX):
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(folder, files)
+
+
+def write_index(
+    folder: Path,
+    files: Sequence[OutFile],
+    others: Mapping[str, str] = MappingProxyType({}),
+    further: int = 0,
+) -> None:
+    """Writes the index of files.
+
+    Args:
+      others: files of further tensors by name.
+      further: bytes of these.
+    """
+    where = {place.tensor.name: file.name for file in files for place in file.placed}
+    total = total_bytes(files) + further
+    index = {"metadata": {"total_size": total}, "weight_map": {**where, **others}}
+    with writing(folder / INDEX):
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _bytes_held(job: tuple["_Output", PlacedTensor]) -> int:

@@ -11,6 +11,7 @@ import pytest
 
 from moejax.config.schema import DataConfig, MeshConfig
 from moejax.convert.exporting import export_run
+from moejax.convert.importing import import_folder
 from moejax.data.prepare import command as prepare
 from moejax.data.tokenizer import FileTokenizer
 from moejax.hf.families import family_named
@@ -109,6 +110,31 @@ def test_transformers_computes_the_same_with_an_export(tmp_path, theirs, family,
     assert ours.continued(model, prompt, SHAPE) == text
     compare_gradients(
         ours.loss_and_gradients(model, token_BT), theirs.loss_and_gradients(loaded, token_BT)
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "gemma4_text", "mistral4"])
+def test_an_export_goes_back_into_the_model_of_images(tmp_path, theirs, family):
+    """transformers finds each tensor at its place, and computes the same as before."""
+    case = cases_of(family)[even_case(family)]
+    whole = theirs.with_images(tmp_path / "in", case["config"])
+    import_folder(tmp_path / "in", tmp_path / "imported")
+    export_run(tmp_path / "imported", tmp_path / "out", dtype="float32", around=tmp_path / "in")
+    again, info = type(whole).from_pretrained(
+        tmp_path / "out",
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    assert not any(info.values()), info
+    wanted, found = whole.state_dict(), again.state_dict()
+    assert list(found) == list(wanted)
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(found[name].numpy(), x.numpy(), err_msg=name)
+    token_BT = tokens(case["config"]["vocab_size"])
+    np.testing.assert_array_equal(
+        theirs.logits(again.eval(), token_BT), theirs.logits(whole, token_BT)
     )
 
 
