@@ -48,7 +48,7 @@ CONFIG = Config(
         vocab_size=264, width=128, num_layers=4, num_heads=4, num_kv_heads=2, head_width=32
     ),
     moe=MoEConfig(num_experts=16, experts_per_token=2, expert_hidden=128),
-    mesh=MeshConfig(simulated_devices=4, replica=2, expert=2),
+    mesh=MeshConfig(simulated_devices=4, replica=2),
     data=DataConfig(sequence_length=64),
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50),
     train=TrainConfig(
@@ -65,7 +65,7 @@ CONFIG = Config(
 
 def outer(replica: int = 2, every: int = 16, **others: Any) -> Config:
     """Returns the config with sites."""
-    mesh = dataclasses.replace(CONFIG.mesh, replica=replica, expert=4 // replica)
+    mesh = dataclasses.replace(CONFIG.mesh, replica=replica)
     return dataclasses.replace(CONFIG, mesh=mesh, outer=OuterConfig(every, **others))
 
 
@@ -173,7 +173,7 @@ def page(record: dict[str, Any], speeds: dict[str, Any] | None) -> str:
     tokens = train.batch_sequences * CONFIG.data.sequence_length
     lines = ["# Loss of sites", "", *(__doc__ or "").strip().splitlines(), ""]
     lines += [
-        f"{record['steps']} steps of {tokens:,} bytes of all sites together, 4 simulated devices; "
+        f"{record['steps']} steps of {tokens:,} bytes of all sites together, each a simulated device; "
         f"JAX {record['jax']}, {record['date']}. Losses are nats a byte of held-out text, read by "
         f"the outer weights. Codec int4 with feedback, rate 0.7, momentum 0.9 where nothing else "
         "is said.",
