@@ -16,7 +16,9 @@ import json
 import math
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,7 +50,7 @@ CONFIG = Config(
         vocab_size=264, width=128, num_layers=4, num_heads=4, num_kv_heads=2, head_width=32
     ),
     moe=MoEConfig(num_experts=16, experts_per_token=2, expert_hidden=128),
-    mesh=MeshConfig(simulated_devices=4, replica=2),
+    mesh=MeshConfig(simulated_devices=2, replica=2),
     data=DataConfig(sequence_length=64),
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50),
     train=TrainConfig(
@@ -65,7 +67,7 @@ CONFIG = Config(
 
 def outer(replica: int = 2, every: int = 16, **others: Any) -> Config:
     """Returns the config with sites."""
-    mesh = dataclasses.replace(CONFIG.mesh, replica=replica)
+    mesh = MeshConfig(simulated_devices=replica, replica=replica)
     return dataclasses.replace(CONFIG, mesh=mesh, outer=OuterConfig(every, **others))
 
 
@@ -173,8 +175,8 @@ def page(record: dict[str, Any], speeds: dict[str, Any] | None) -> str:
     tokens = train.batch_sequences * CONFIG.data.sequence_length
     lines = ["# Loss of sites", "", *(__doc__ or "").strip().splitlines(), ""]
     lines += [
-        f"{record['steps']} steps of {tokens:,} bytes of all sites together, each a simulated device; "
-        f"JAX {record['jax']}, {record['date']}. Losses are nats a byte of held-out text, read by "
+        f"{record['steps']} steps of {tokens:,} bytes of all sites together, each a simulated "
+        f"device; JAX {record['jax']}, {record['date']}. Losses are nats a byte of held-out text, read by "
         f"the outer weights. Codec int4 with feedback, rate 0.7, momentum 0.9 where nothing else "
         "is said.",
         "",
@@ -278,7 +280,10 @@ def main() -> None:
                 continue
             train = dataclasses.replace(WAYS[name].train, num_steps=args.steps)
             cfg = dataclasses.replace(WAYS[name], train=train)
-            runs[str(seed)] = trained(cfg, seed, row_BT if seed == 0 else None)
+            # A process for each run: they have different numbers of devices.
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                seen = row_BT if seed == 0 else None
+                runs[str(seed)] = pool.submit(trained, cfg, seed, seen).result()
             print(f"seed {seed}  {name}  {runs[str(seed)]['final']:.4f} nats a byte", flush=True)
             record |= stamp()
             path.write_text(json.dumps(record, indent=1) + "\n")
