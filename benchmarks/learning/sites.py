@@ -176,9 +176,9 @@ def page(record: dict[str, Any], speeds: dict[str, Any] | None) -> str:
     lines = ["# Loss of sites", "", *(__doc__ or "").strip().splitlines(), ""]
     lines += [
         f"{record['steps']} steps of {tokens:,} bytes of all sites together, each a simulated "
-        f"device; JAX {record['jax']}, {record['date']}. Losses are nats a byte of held-out text, read by "
-        f"the outer weights. Codec int4 with feedback, rate 0.7, momentum 0.9 where nothing else "
-        "is said.",
+        f"device; JAX {record['jax']}, {record['date']}. Losses are nats a byte of held-out text, "
+        "read by the outer weights. Codec int4 with feedback, rate 0.7, momentum 0.9 where nothing "
+        "else is said.",
         "",
         f"| way | loss, mean | by seed | over data parallel, same seed | by at most {NATS} |",
         "|---|---:|---|---|---|",
