@@ -7,6 +7,7 @@ route, chunk count and kernel must agree with it within a derived tolerance.
 Letters: N tokens, D width, E experts, U gate and up (2), F hidden width, X values of a row.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -126,7 +127,10 @@ def _ahead(params, router_bias, h, batch, cfg: Config, noise, experts):
     biases = router_bias.get("predict_ahead", {"group": {"blocks": {0: {}}}})
     bias = jax.tree.map(lambda a: a[0], biases["group"]["blocks"][0])
     own = noise and noise.of(len(params["groups"]), 0, 0)
-    index = cfg.model.num_layers - 1
+    index, own_block = cfg.model.num_layers - 1, cfg.model.ahead_block
+    if own_block:
+        table = own_block[:1] * cfg.model.num_layers
+        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layer_attention=table))
     x, *rest = _block(block, bias, x, batch.segment_BT, index, cfg, own, experts)
     x = norm(x, w["norm"]["scale"], epsilon) / cfg.model.logit_divisor
     return _nll(params, x, target, cfg), *rest

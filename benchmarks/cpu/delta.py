@@ -22,8 +22,13 @@ import numpy as np
 from benchmarks.machine import RESULTS, Clock, spread, stamp
 from moejax.kernels.delta import gated_delta
 
-# Positions, key heads, value heads; heads have 128 channels, as in Qwen3-Next, a quarter of them.
-CASES = {"4,096 positions": (4096, 4, 8), "512 positions": (512, 4, 8)}
+# Positions, key heads, value heads. Heads have 128 channels, as in Qwen3-Next: a quarter of its
+# heads, or all, whose states no longer fit a core's second cache.
+CASES = {
+    "4,096 positions": (4096, 4, 8),
+    "512 positions": (512, 4, 8),
+    "1,024 positions, all heads": (1024, 16, 32),
+}
 WIDTH = 128
 OURS = "moejax, in chunks"
 

@@ -87,6 +87,7 @@ SHAPES = (
     "model.linear.convolution_bias",
     "model.tie_embeddings",
     "model.predict_ahead",
+    "model.ahead_block",
     "moe.num_experts",
     "moe.expert_hidden",
     "moe.num_shared_experts",

@@ -188,6 +188,12 @@ class ModelConfig:
         at_least=0,
         at_most=1,
     )
+    ahead_block: tuple[str, ...] = setting(
+        (),
+        "attention and MLP of the block that predict_ahead adds, for example full,dense; as in the "
+        "last layer if it is not given",
+        choices=("window", "full", "linear", "dense", "experts"),
+    )
     norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
     block_norm: str = setting(
         "before",
@@ -346,19 +352,14 @@ class ModelConfig:
         return self.mlps.count("experts")
 
     @property
-    def ends_in_experts(self) -> bool:
-        """True if the last block has experts; the block of `predict_ahead` is like it."""
-        return self.mlps[-1] == "experts"
-
-    @property
     def blocks(self) -> int:
         """Number of blocks, with the block of `predict_ahead`."""
         return self.num_layers + self.predict_ahead
 
     @property
     def has_dense_blocks(self) -> bool:
-        """True if any block has a dense MLP."""
-        return "dense" in self.mlps
+        """True if any block has a dense MLP, or that of `predict_ahead` would have one."""
+        return "dense" in (*self.mlps, *self.ahead_block)
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,28 @@ Group = tuple[tuple[BlockKind, ...], int]  # a pattern, and how often it repeats
 
 def block_kinds(cfg: ModelConfig) -> list[BlockKind]:
     """Returns the kind of each block, in order."""
+    return [_kind(cfg, *parts) for parts in zip(layer_attention(cfg), cfg.mlps, strict=True)]
+
+
+def ahead_parts(cfg: ModelConfig) -> tuple[str, str]:
+    """Returns attention and MLP of the block of `predict_ahead`, as in tables of layers."""
+    sees, mlp = cfg.ahead_block or (layer_attention(cfg)[-1], cfg.mlps[-1])
+    return "full" if sees == "window" and cfg.sliding_window is None else sees, mlp
+
+
+def ahead_kind(cfg: ModelConfig) -> BlockKind:
+    """Returns the kind of the block of `predict_ahead`."""
+    return _kind(cfg, *ahead_parts(cfg))
+
+
+def _kind(cfg: ModelConfig, sees: str, mlp: str) -> BlockKind:
     mixers = {
         "full": (None, cfg.attention),
         "window": (cfg.sliding_window, cfg.attention),
         "linear": (None, cfg.linear.form),
         "none": (None, "none"),
     }
-    return [
-        BlockKind("moe" if mlp == "experts" else mlp, *mixers[sees])
-        for mlp, sees in zip(cfg.mlps, layer_attention(cfg), strict=True)
-    ]
+    return BlockKind("moe" if mlp == "experts" else mlp, *mixers[sees])
 
 
 def settings_of(cfg: ModelConfig, window: int | None) -> ModelConfig:

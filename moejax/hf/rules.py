@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moejax.config.pattern import block_kinds, layer_groups
+from moejax.config.pattern import ahead_kind, block_kinds, layer_groups
 from moejax.config.schema import ModelConfig
 from moejax.errors import InputError
 from moejax.hf.views import Bounds, Box, Read, View
@@ -45,6 +45,8 @@ class Rule:
       paired: letter whose rotary channels are pairs in the tensor, and halves here.
       leading: whether these are the letter's first channels; else they are its last.
       block: "dense", "moe" or the name of a mixer for the blocks it is about; "": all.
+      ahead: whether it is about the module for multi-token prediction alone, by a whole name. Where
+        a family has such rules, the module has no others.
       wide: whether export keeps it in float32.
       joins: parameters of the block whose rows the tensor has, in their order; (): its own alone.
       each: a parameter and a letter: rows are joined for each of the letter by itself.
@@ -57,6 +59,7 @@ class Rule:
     paired: str = ""
     leading: bool = False
     block: str = ""
+    ahead: bool = False
     wide: bool = False
     joins: tuple[str, ...] = ()
     each: tuple[str, str] | None = None
@@ -151,12 +154,14 @@ class _Place:
       kinds: "dense" or "moe" and the mixer, as of its block; () outside of blocks.
       layers: numbers of the layers that it has, in the order they are stacked.
       stacked: whether these are in front of its dimensions.
+      ahead: whether it is of the module for multi-token prediction.
     """
 
     own: str
     kinds: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     stacked: bool = False
+    ahead: bool = False
 
 
 def tensors_of(
@@ -169,11 +174,16 @@ def tensors_of(
     Raises:
       InputError: if no rule holds some parameter.
     """
-    stacks, found = stacks_of(model), []
-    rotated = model.rope_width or model.head_width
+    stacks, found, rules = stacks_of(model), [], tuple(rules)
+    rotated, apart = model.rope_width or model.head_width, any(rule.ahead for rule in rules)
     for parameter in parameters.values():
         place = _place_of(parameter.path, parameters, stacks, model)
-        chosen = [r for r in rules if r.ours == place.own and r.block in ("", *place.kinds)]
+        ahead = place.ahead and apart
+        chosen = [
+            rule
+            for rule in rules
+            if rule.ours == place.own and rule.block in ("", *place.kinds) and rule.ahead == ahead
+        ]
         tensors = []
         for rule in chosen:
             found_rows = _rows(rule, parameter, place, parameters) if rule.joins else None
@@ -204,15 +214,13 @@ def _place_of(
     stacks: Mapping[str, tuple[int, ...]],
     model: ModelConfig,
 ) -> _Place:
-    match = BLOCK.fullmatch(path)
+    match, ahead = BLOCK.fullmatch(path), path.startswith(PREDICT_AHEAD)
     if match is None:
-        after_last = (model.num_layers,) if path.startswith(PREDICT_AHEAD) else ()
-        return _Place(path, layers=after_last)
+        return _Place(path, layers=(model.num_layers,) if ahead else (), ahead=ahead)
     stack = match["stack"]
     mlp = "moe" if f"{stack}moe.w_router" in parameters else "dense"
-    # The block of multi-token prediction is like the last.
-    mixer = block_kinds(model)[min(stacks[stack][0], model.num_layers - 1)].mixer
-    return _Place(match["own"], (mlp, mixer), stacks[stack], stacked=True)
+    kind = ahead_kind(model) if ahead else block_kinds(model)[stacks[stack][0]]
+    return _Place(match["own"], (mlp, kind.mixer), stacks[stack], stacked=True, ahead=ahead)
 
 
 def _rows(
@@ -249,7 +257,7 @@ def _expand(
     apart = (("E", 0),) if "{E}" in rule.theirs else ()
     view = View(parameter.dims, sizes, groups, apart + rule.at, paired)
     for index, number in enumerate(place.layers or (None,)):
-        own_layer = number is not None and "{L}" not in rule.theirs
+        own_layer = number is not None and "{L}" not in rule.theirs and not rule.ahead
         prefix = LAYER.format(number) if own_layer else ""
         repeat = index if place.stacked else None
         for expert in range(view.size["E"]) if apart else (0,):

@@ -22,7 +22,7 @@ import numpy as np
 
 from moejax.errors import InputError, writing
 from moejax.hf.families.family import Family
-from moejax.hf.families.tensors import AHEAD_COPIES
+from moejax.hf.families.tensors import AHEAD, AHEAD_COPIES
 from moejax.hf.files import INDEX, SINGLE
 from moejax.hf.in_flight import map_in_flight
 from moejax.hf.load import parameters_of, without_rule
@@ -138,7 +138,7 @@ def plan_files(
     held = {path: p for path, p in parameters.items() if path not in zeros}
     cfg = model.cfg.model
     tensors = tensors_of((*family.rules, *family.experts[0]), held, cfg)
-    if family.ahead and cfg.predict_ahead:
+    if cfg.predict_ahead and set(AHEAD).issubset(family.rules):
         # Libraries that predict with that layer look for the embedding and the head there.
         layer = f"model.layers.{cfg.num_layers}."
         copies = [replace(r, theirs=layer + r.theirs) for r in AHEAD_COPIES if r.ours in held]

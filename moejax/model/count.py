@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moejax.config.pattern import block_kinds, settings_of
+from moejax.config.pattern import ahead_kind, block_kinds, settings_of
 from moejax.config.schema import Config
 from moejax.layout.layout import is_index, is_product
 from moejax.model.block import MIXERS
@@ -61,9 +61,9 @@ def count(
             indexed += used if is_index(dims) else 0
     model, T = cfg.model, cfg.data.sequence_length
     kinds = block_kinds(model)
-    # The module for multi-token prediction has a block of the last kind, and multiplies by the
-    # model's output projection once more.
-    kinds += kinds[-1:] * model.predict_ahead
+    # The module for multi-token prediction has a block, and multiplies by the model's output
+    # projection once more.
+    kinds += [ahead_kind(model)] * model.predict_ahead
     matmul += model.predict_ahead * model.vocab_size * model.width
     mixed = sum(
         MIXERS[kind.mixer].flops(settings_of(model, kind.window), T, kind.window) for kind in kinds

@@ -18,7 +18,7 @@ from moejax.comm.activations import enter_tensor
 from moejax.comm.host import is_on_host
 from moejax.comm.weights.adapters import Weight
 from moejax.comm.weights.shard import without
-from moejax.config.pattern import BlockKind, layer_groups
+from moejax.config.pattern import BlockKind, ahead_kind, layer_groups
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
@@ -64,7 +64,7 @@ class Transformer(nnx.Module):
         self.norm = model_norm(cfg, divisor=cfg.logit_divisor)
         # Behind `groups` in the order of names too: selection biases move in that order.
         self.predict_ahead = (
-            PredictAhead(cfg, spec, rngs, stack(groups[-1][0][-1:], 1))
+            PredictAhead(cfg, spec, rngs, stack((ahead_kind(cfg),), 1))
             if cfg.predict_ahead
             else None
         )

@@ -136,6 +136,11 @@ model.sliding_window=9 -> has 0 blocks
 model.layer_attention=full,none,full,none model.layer_mlps=none,dense,none,dense \
 model.moe_every=none mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> has none, and
 {ALONE} model.predict_ahead=1 -> `model.predict_ahead` has a block like the last one
+{ALONE} model.predict_ahead=1 model.ahead_block=window,experts -> has a window, and `model.sl
+model.ahead_block=dense,full -> `model.ahead_block` is dense,full. It is attention
+model.ahead_block=full -> `model.ahead_block` is full. It is attention
+model.predict_ahead=1 model.ahead_block=linear,experts -> `model.linear.form` is none
+model.moe_every=none model.predict_ahead=1 model.ahead_block=full,experts -> and no layer has
 {ALONE} moe.latent=33 mesh.expert=2 -> `moe.latent` = 33 ... 32 or 34
 {DELTA} model.linear.least_step=0.1 -> has no effect: only `model.linear.form` mamba2
 {ALONE} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4

@@ -25,13 +25,14 @@ FIELD_NAMES = {
         "stage_keeps stage_slices tensor"
     ),
     "model": (
-        "activation activation_limit attention attention_bias attention_gate attention_output_bias "
-        "attention_sinks block_norm dtype embedding_scale first_dense_layers full_attention_every "
-        "head_width init_deviation kv_latent layer_attention layer_mlps layer_scale "
-        "layers_before_stages logit_cap logit_divisor mlp_hidden moe_every norm_epsilon num_heads "
-        "num_kv_heads num_layers positions predict_ahead q_latent qk_norm remat residual_scale "
-        "rope_width scan_layers score_scale sliding_window stage_chunks tie_embeddings value_norm "
-        "value_scale value_width vocab_size width zero_centered_norms"
+        "activation activation_limit ahead_block attention attention_bias attention_gate "
+        "attention_output_bias attention_sinks block_norm dtype embedding_scale "
+        "first_dense_layers full_attention_every head_width init_deviation kv_latent "
+        "layer_attention layer_mlps layer_scale layers_before_stages logit_cap logit_divisor "
+        "mlp_hidden moe_every norm_epsilon num_heads num_kv_heads num_layers positions "
+        "predict_ahead q_latent qk_norm remat residual_scale rope_width scan_layers score_scale "
+        "sliding_window stage_chunks tie_embeddings value_norm value_scale value_width vocab_size "
+        "width zero_centered_norms"
     ),
     "model.full_attention": "head_width keys_are_values num_kv_heads sinks theta turned_channels",
     "model.indexer": "heads keys width",

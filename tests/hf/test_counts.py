@@ -103,6 +103,34 @@ def test_the_module_for_multi_token_prediction_has_the_size_of_transformers_own(
     assert counts.active - plain.active == GOLDEN[name]["ahead_active"]
 
 
+def _qwen(D, heads, key_heads, experts, expert):
+    """A block of 256 channels a head with an output gate, and a shared expert with a gate."""
+    attention = (2 * heads + 2 * key_heads + heads) * 256 * D + 2 * 256
+    return attention + experts * (D + 3 * D * expert) + 3 * D * expert + D
+
+
+# Of modules that transformers leaves out: the block, without norms of D, by the published sizes.
+BLOCKS = {
+    "Qwen3-Next-80B-A3B": (2048, _qwen(2048, 16, 2, 512, 512)),
+    "Qwen3.5-35B-A3B": (2048, _qwen(2048, 16, 2, 256, 512)),
+    # Keys of 192 channels, values of 128, sinks.
+    "MiMo-V2-Flash": (4096, (64 + 8) * (192 + 128) * 4096 + 64 + 3 * 4096 * 16384),
+    # Experts of two matrices at a latent of 1024; a public listing of the tensors has the shapes.
+    "Nemotron-3-Super-120B-A12B": (
+        4096,
+        (2 * 4096 + 2 * 256 + 512 + 2 * 1024 + 2 * 5376) * 4096 + 512 * 2 * 1024 * 2688,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_module_that_transformers_leaves_out_has_the_size_of_its_shapes(name):
+    D, block = BLOCKS[name]
+    (plain, _), (counts, _) = counted(name), counted(name, ahead=1)
+    # The projection of two states, and five norms.
+    assert counts.total - plain.total == 2 * D * D + 5 * D + block
+
+
 # Numbers in all tensors of published files, from public listings of their names, shapes and dtypes;
 # of them scales of quantised weights, rotary frequencies, and copies of embedding and head.
 FILES = {

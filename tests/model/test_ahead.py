@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moejax.comm.jaxprs import inner_jaxprs, opened
+from moejax.config.pattern import ahead_kind
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.ahead import next_tokens, targets_ahead
@@ -116,7 +117,7 @@ def test_a_step_tells_the_loss_and_moves_the_bias_of_its_experts_last():
 )
 def test_its_block_is_like_the_last(model, experts):
     cfg = with_experts(model=model)
-    assert cfg.model.ends_in_experts == experts
+    assert ahead_kind(cfg.model).mlp == ("moe" if experts else "dense")
     train_step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
     (block,) = train_step.abstract.params["predict_ahead"]["group"]["blocks"].values()
     assert ("moe" in block) == experts

@@ -181,6 +181,9 @@ KINDS = [
     NEMOTRON,
     {"model": MIMO},
     {"model": TRINITY},
+    # Blocks that predict ahead and are not like the last one (MiMo-V2, Nemotron 3 Super).
+    {"model": {"predict_ahead": 1, "ahead_block": ("window", "dense")}},
+    {"model": {"predict_ahead": 1, "ahead_block": ("full", "experts")}},
 ]
 
 
@@ -217,8 +220,8 @@ CASES = [
     Case((1, 2, 2, 2), 1, route="merge", kinds=(18,)),
     Case((1, 1, 2, 4), 1, ("replicated", "hidden"), kinds=(11, 18)),
     Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(19,)),
-    Case((1, 1, 2, 4), 1, ("replicated", "hidden"), "duplicate", kinds=(19,)),
-    Case((1, 2, 2, 2), 1, kinds=(20,)),
+    Case((1, 1, 2, 4), 1, ("replicated", "hidden"), "duplicate", kinds=(19, 23)),
+    Case((1, 2, 2, 2), 1, kinds=(20, 22)),
 ]
 
 MESHES = [

@@ -33,6 +33,7 @@ from moejax.config.checks.stages import check_chunks, check_stages
 from moejax.config.checks.text import divisors_text, require
 from moejax.config.compression import build_compression
 from moejax.config.fields import short
+from moejax.config.pattern import ahead_parts
 from moejax.config.schema import Config, ModelConfig
 
 __all__ = ["AXES", "check", "resolve_mesh"]
@@ -141,11 +142,7 @@ def _check_tables(model: ModelConfig) -> None:
         "`model.layer_attention` and `model.layer_mlps` both have none for a layer. Each layer has "
         "attention, an MLP or experts. Leave out layers without any.",
     )
-    require(
-        "none" not in table + model.layer_mlps or not model.predict_ahead,
-        "`model.predict_ahead` has a block like the last one, and some layers have attention or an "
-        "MLP alone. Set model.predict_ahead=0.",
-    )
+    _check_ahead(model)
     require(
         not table or not {"window", "linear", "none"}.isdisjoint(table),
         "`model.layer_attention` leaves no block its window. Leave it out, and set "
@@ -162,6 +159,38 @@ def _check_tables(model: ModelConfig) -> None:
         f"`model.sliding_window` = {model.sliding_window} is of no block: with `model.linear.form` "
         f"= {model.linear.form} others attend in full. Set it to none, or name blocks with a "
         "window in model.layer_attention.",
+    )
+
+
+def _check_ahead(model: ModelConfig) -> None:
+    """Checks the block that predicts further tokens."""
+    given = model.ahead_block
+    is_mlp = [part in ("dense", "experts") for part in given]
+    require(
+        is_mlp in ([], [False, True]),
+        f"`model.ahead_block` is {','.join(given)}. It is attention (window, full or linear), then "
+        "an MLP (dense or experts). Set for example model.ahead_block=full,dense.",
+    )
+    if not model.predict_ahead:
+        return
+    parts = ahead_parts(model)
+    require(
+        "none" not in parts,
+        "`model.predict_ahead` has a block like the last one, which has attention or an MLP alone. "
+        "Set model.ahead_block, or model.predict_ahead=0.",
+    )
+    require(
+        not given or given[0] == parts[0],
+        "`model.ahead_block` has a window, and `model.sliding_window` is none. Set one of them.",
+    )
+    require(
+        parts[0] != "linear" or model.is_linear,
+        "`model.ahead_block` has linear attention, and `model.linear.form` is none. Set one of "
+        "them.",
+    )
+    require(
+        parts[1] != "experts" or model.has_experts,
+        "`model.ahead_block` has experts, and no layer has. Set model.ahead_block=full,dense.",
     )
 
 

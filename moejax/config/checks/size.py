@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moejax.config.checks.text import require
-from moejax.config.pattern import BlockKind, block_kinds, settings_of
+from moejax.config.pattern import BlockKind, ahead_kind, block_kinds, settings_of
 from moejax.config.schema import Config, ModelConfig
 
 # A hundred times the largest models that are published; the weights alone are 400 TB.
@@ -125,13 +125,17 @@ def parameters_of(cfg: Config) -> int:
     dense, experts, beside = mlp_parameters(cfg)
     sparse, mlps = D * cfg.moe.num_experts + experts + beside, model.mlps
     embedding = model.vocab_size * D * (1 if model.tie_embeddings else 2)
-    ahead = 2 * D * D + _products(mixers[-1]) + (sparse if model.ends_in_experts else dense)
+    ahead, own = 0, ahead_kind(model)
+    if model.predict_ahead:
+        ahead = (
+            2 * D * D + _products(_matrices(model, own)) + (sparse if own.mlp == "moe" else dense)
+        )
     return (
         embedding
         + sum(map(_products, mixers))
         + mlps.count("dense") * dense
         + mlps.count("experts") * sparse
-        + model.predict_ahead * ahead
+        + ahead
     )
 
 

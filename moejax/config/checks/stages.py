@@ -5,7 +5,7 @@ from dataclasses import replace
 from moejax.config.checks.planned import is_planned
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.fields import get_value
-from moejax.config.pattern import block_kinds, layer_groups
+from moejax.config.pattern import ahead_kind, layer_groups
 from moejax.config.schema import Config, ModelConfig
 
 
@@ -76,8 +76,9 @@ def _check_parts(cfg: Config) -> None:
     """Checks that blocks can run on parts of the positions, where they have to."""
     model = cfg.model
     require(
-        not model.predict_ahead or block_kinds(model)[-1].mixer != model.linear.form,
-        "`model.predict_ahead` has a block of linear attention, as the last layer has, and "
+        not model.predict_ahead or ahead_kind(model).mixer != model.linear.form,
+        "`model.predict_ahead` has a block of linear attention, as the last layer has or "
+        "`model.ahead_block` says, and "
         f"`mesh.stage` is {cfg.mesh.stage}. Stages share the positions of that block, and a state "
         "does not pass between them. Set model.predict_ahead=0 or mesh.stage=1.",
     )

@@ -36,9 +36,11 @@ from moejax.hf.families.family import COMMON, Family
 from moejax.hf.families.parts import NOISE, PAPER, Always, Numbered, Same, Twice
 from moejax.hf.families.rope import POSITIONS, Rope, TwoBases
 from moejax.hf.families.tensors import (
+    AHEAD,
     BIASED,
     DENSE,
     EXPERTS,
+    FINAL_NORM,
     FOUR_NORMS,
     FUSED,
     GROUPED,
@@ -48,6 +50,7 @@ from moejax.hf.families.tensors import (
     SHARED,
     SINKS,
     SPARSE_EXPERTS,
+    ahead_at,
     mlp,
     router,
     selection_bias,
@@ -265,6 +268,8 @@ HY_V3 = Family(
         *mlp("mlp.shared_mlp.", "moe"),
         *router("mlp.router."),
         *selection_bias("mlp.expert_bias"),
+        *AHEAD[:3],
+        FINAL_NORM,
     ),
     experts=(EXPERTS, FUSED),
     ahead="num_nextn_predict_layers",
@@ -366,6 +371,12 @@ AFMOE = Family(
     experts=(EXPERTS, FUSED),
 )
 
+MIMO = (
+    *(rule for rule in GROUPED if "sinks" not in rule.ours),
+    SINKS,
+    *DENSE,
+)
+
 MIMO_V2_FLASH = Family(
     name="mimo_v2_flash",
     architecture="MiMoV2FlashForCausalLM",
@@ -394,7 +405,11 @@ MIMO_V2_FLASH = Family(
         Always("scoring_func", "sigmoid"),
     ),
     common=tuple(part for part in COMMON if "rms_norm_eps" not in part.keys),
-    implied={"model.attention_sinks": True, "moe.router.score": "sigmoid"},
+    implied={
+        "model.ahead_block": ("window", "dense"),
+        "model.attention_sinks": True,
+        "moe.router.score": "sigmoid",
+    },
     unused=("attention_chunk_size", "hybrid_block_size"),
     missing={
         "head_dim": 192,
@@ -415,11 +430,20 @@ MIMO_V2_FLASH = Family(
     rules=(
         *ROOT,
         *NORMS,
-        *(rule for rule in GROUPED if "sinks" not in rule.ours),
-        SINKS,
-        *DENSE,
+        *MIMO,
         *router("mlp."),
         *selection_bias("mlp.gate.e_score_correction_bias"),
+        # The first of three modules; the others are left out.
+        *ahead_at(
+            "model.mtp.layers.0.",
+            (
+                NORMS[0],
+                Rule("mlp_norm.scale", "pre_mlp_layernorm.weight"),
+                *MIMO,
+                *AHEAD[:3],
+                FINAL_NORM,
+            ),
+        ),
     ),
     experts=(EXPERTS, FUSED),
     ahead_tensors=r"model\.mtp\..+",

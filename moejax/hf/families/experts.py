@@ -47,7 +47,9 @@ def shortest_shared(width: int, expert: int) -> dict[str, Any]:
 
 
 def has_dense_blocks(settings: Settings) -> bool:
-    """Returns whether some block has no experts."""
+    """Returns whether some block has no experts, or that of `predict_ahead` would have none."""
+    if "dense" in settings.get("model.ahead_block", ()):
+        return True
     if settings.get("model.layer_mlps"):
         return "dense" in settings["model.layer_mlps"]
     return settings.get("model.first_dense_layers", 0) > 0 or settings.get("model.moe_every") != 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from moejax.config.fields import fields, get_value, short
 from moejax.config.load import from_dict
-from moejax.config.pattern import shortest
+from moejax.config.pattern import ahead_parts, shortest
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.hf.families.experts import (
@@ -344,6 +344,7 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
         settings["model.value_width"] = None
     settings |= _shortest_full(settings)
     settings |= {f"model.{name}": value for name, value in shortest(cfg.model).items()}
+    settings["model.ahead_block"] = ahead_parts(cfg.model)
     return settings | shortest_shared(cfg.moe.shared_width, cfg.moe.expert_hidden)
 
 
@@ -364,8 +365,9 @@ def _shortest_full(settings: Settings) -> dict[str, Any]:
 def differences(theirs: Config, ours: Config) -> list[tuple[str, Any, Any]]:
     """Returns (dotted name, value there, value here) of settings that change the result."""
     left, right = flat_settings(theirs), flat_settings(ours)
+    unread = TRAINING if ours.model.predict_ahead else (*TRAINING, "model.ahead_block")
     return [
         (name, left[name], right[name])
         for name in left
-        if name not in TRAINING and left[name] != right[name]
+        if name not in unread and left[name] != right[name]
     ]

@@ -36,25 +36,25 @@ from moejax.hf.families.parts import (
 )
 from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
+    AHEAD_OF_NEMOTRON,
+    AHEAD_OF_QWEN,
     DELTA,
     DELTA_APART,
     DENSE,
-    EXPERTS,
-    FUSED,
+    EXPERTS_OF_QWEN,
     GATED,
     KIMI,
     KIMI_EXPERTS,
     NEMOTRON_H_TENSORS,
     NORMS,
     ROOT,
+    SHARED_EXPERT,
     UNGATED_EXPERTS,
     UNPAIRED,
-    mlp,
     of_blocks,
     router,
     selection_bias,
 )
-from moejax.hf.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,7 @@ DELTA_NET = (
     Balance("choices"),
 )
 WITH_DELTA_NET = {
+    "model.ahead_block": ("full", "experts"),
     "model.qk_norm": "head",
     "model.attention_gate": True,
     "model.zero_centered_norms": True,
@@ -288,11 +289,6 @@ SIZES_OF_DELTA_NET = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-SHARED_EXPERT = (
-    *mlp("mlp.shared_expert.", "moe"),
-    Rule("shared_gate", "mlp.shared_expert_gate.weight", "1 D"),
-)
-
 QWEN3_NEXT = Family(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
@@ -314,8 +310,9 @@ QWEN3_NEXT = Family(
         *DENSE,
         *router("mlp."),
         *SHARED_EXPERT,
+        *AHEAD_OF_QWEN,
     ),
-    experts=(EXPERTS, FUSED),
+    experts=EXPERTS_OF_QWEN,
     ahead_tensors=r"mtp\..+",
 )
 
@@ -326,12 +323,11 @@ QWEN3_5_MOE = Family(
         *DELTA_NET,
         Rope(partial="partial_rotary_factor", rotated=0.25, sections=True),
         Always("attn_output_gate", True),
-        Always("mtp_num_hidden_layers", 0, others=(1,)),  # which is left out
     ),
     implied={**WITH_DELTA_NET, "moe.router.renormalize": True, "model.moe_every": 1},
     unused=("mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
     missing=SIZES_OF_DELTA_NET,
-    null=POSITIONS,
+    null={"mtp_num_hidden_layers": 0, **POSITIONS},
     rules=(
         *ROOT,
         *NORMS,
@@ -339,8 +335,10 @@ QWEN3_5_MOE = Family(
         *of_blocks("gated_delta", DELTA_APART),
         *router("mlp."),
         *SHARED_EXPERT,
+        *AHEAD_OF_QWEN,
     ),
-    experts=(EXPERTS, FUSED),
+    experts=EXPERTS_OF_QWEN,
+    ahead="mtp_num_hidden_layers",
     ahead_tensors=r"mtp\..+",
     around=Around(
         name="qwen3_5_moe",
@@ -439,10 +437,10 @@ NEMOTRON_H = Family(
         Always("residual_in_fp32", False),
         Always("sliding_window", None),
         Always("hidden_dropout", 0.0, advice=NOISE),
-        Always("num_nextn_predict_layers", 0, others=(1,)),  # which is left out
     ),
     common=tuple(part for part in COMMON if _OTHERWISE.isdisjoint(part.keys)),
     implied={
+        "model.ahead_block": ("full", "experts"),
         "model.positions": "none",
         "model.activation": "relu2",
         "model.tie_embeddings": False,
@@ -481,8 +479,9 @@ NEMOTRON_H = Family(
         "ssm_state_size": 128,
         "topk_group": 1,
     },
-    null={"moe_latent_size": None},
-    rules=NEMOTRON_H_TENSORS,
+    null={"moe_latent_size": None, "num_nextn_predict_layers": 0},
+    rules=(*NEMOTRON_H_TENSORS, *AHEAD_OF_NEMOTRON),
     experts=UNGATED_EXPERTS,
+    ahead="num_nextn_predict_layers",
     ahead_tensors=r"mtp\..+",
 )

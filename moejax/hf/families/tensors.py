@@ -200,6 +200,35 @@ UNGATED_EXPERTS = (
     ),
 )
 
+# Multi-token prediction: a layer of attention, and one of experts (Nemotron 3 Super).
+_AHEAD_LAYERS = "mtp.layers.0.", "mtp.layers.1."
+_ATTENDS = ("attention_norm", "attention.")
+
+
+def _ahead_of_nemotron(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Returns the rules of layers for the block that joins both layers."""
+    return tuple(
+        replace(
+            rule,
+            theirs=rule.theirs.replace(
+                _IN_LAYER, _AHEAD_LAYERS[not rule.ours.startswith(_ATTENDS)]
+            ),
+            ahead=True,
+        )
+        for rule in rules
+        if rule.theirs.startswith(_IN_LAYER) and rule.block not in ("dense", "mamba2")
+    )
+
+
+AHEAD_OF_NEMOTRON = (
+    *_ahead_of_nemotron(NEMOTRON_H_TENSORS),
+    Rule("predict_ahead.embedding_norm.scale", "mtp.layers.0.enorm.weight", ahead=True),
+    Rule("predict_ahead.hidden_norm.scale", "mtp.layers.0.hnorm.weight", ahead=True),
+    Rule("predict_ahead.w_join", "mtp.layers.0.eh_proj.weight", "O UD", ahead=True),
+    Rule("predict_ahead.norm.scale", "mtp.layers.1.final_layernorm.weight", ahead=True),
+)
+UNGATED_EXPERTS = tuple((*form, *_ahead_of_nemotron(form)) for form in UNGATED_EXPERTS)
+
 # Multi-token prediction: a layer after the last, with norms and a projection of its own. Files of
 # DeepSeek-V3 hold the embedding and the head there once more.
 AHEAD = (
@@ -208,6 +237,8 @@ AHEAD = (
     Rule("predict_ahead.w_join", "eh_proj.weight", "O UD"),
     Rule("predict_ahead.norm.scale", "shared_head.norm.weight"),
 )
+# A norm of its own before the shared head, by another name (Hy3, MiMo).
+FINAL_NORM = Rule("predict_ahead.norm.scale", "final_layernorm.weight")
 AHEAD_COPIES = (
     Rule("embedding.table", "embed_tokens.weight", "V D"),
     Rule("embedding.project", "shared_head.head.weight", "V D"),
@@ -217,6 +248,11 @@ AHEAD_COPIES = (
 def of_blocks(kind: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Returns rules for the blocks of one kind, as of `Rule.block`."""
     return tuple(replace(rule, block=kind) for rule in rules)
+
+
+def ahead_at(prefix: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Returns rules of layers for the module of multi-token prediction, whose names begin so."""
+    return tuple(replace(rule, theirs=prefix + rule.theirs, ahead=True) for rule in rules)
 
 
 def mlp(prefix: str, block: str) -> tuple[Rule, ...]:
@@ -271,6 +307,31 @@ DENSE = mlp("mlp.", "dense")
 SHARED = mlp("mlp.shared_experts.", "moe")
 EXPERTS = experts("mlp.", "gate_proj", "up_proj", "down_proj")
 FUSED = fused_experts("mlp.")
+
+SHARED_EXPERT = (
+    *mlp("mlp.shared_expert.", "moe"),
+    Rule("shared_gate", "mlp.shared_expert_gate.weight", "1 D"),
+)
+
+# The module for multi-token prediction, whose experts may be stored as those of layers are, or in
+# the other form.
+_AHEAD = "mtp.layers.0."
+AHEAD_OF_QWEN = (
+    *ahead_at(
+        "mtp.",
+        (
+            Rule("predict_ahead.embedding_norm.scale", "pre_fc_norm_embedding.weight"),
+            Rule("predict_ahead.hidden_norm.scale", "pre_fc_norm_hidden.weight"),
+            Rule("predict_ahead.w_join", "fc.weight", "O UD"),
+            Rule("predict_ahead.norm.scale", "norm.weight"),
+        ),
+    ),
+    *ahead_at(_AHEAD, (*NORMS, *GATED, *router("mlp."), *SHARED_EXPERT)),
+)
+EXPERTS_OF_QWEN = tuple(
+    (*own, *ahead_at(_AHEAD, ahead))
+    for own, ahead in ((EXPERTS, EXPERTS), (EXPERTS, FUSED), (FUSED, EXPERTS), (FUSED, FUSED))
+)
 
 # Tensors of a model whose router has a selection bias (DeepSeek-V3, GLM), without attention.
 BIASED = (

@@ -2,6 +2,7 @@
 
 import itertools
 
+from moejax.config.pattern import ahead_kind, block_kinds
 from moejax.config.schema import Config, FullAttentionConfig, ModelConfig
 from moejax.plan.others.translation import SHAPE, Gap, Option, Value
 
@@ -156,6 +157,8 @@ def model_gaps(cfg: Config) -> list[Gap]:
         "queries that grow with the position": model.rope.query_growth > 0,
         "other heads in blocks without a window": model.full_attention != FullAttentionConfig(),
         "factors of blocks": model.layer_scale,
+        "block ahead that is unlike the last": model.predict_ahead > 0
+        and ahead_kind(model) != block_kinds(model)[-1],
         "factors of experts": cfg.moe.expert_scale,
         "cap on logits": model.logit_cap is not None,
         "factors on embeddings, residuals, scores or logits": model.score_scale is not None

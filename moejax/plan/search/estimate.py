@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from moejax.config.checks.size import attention_parameters, mean_of_mixers, mlp_parameters
-from moejax.config.pattern import block_kinds, layer_groups, settings_of
+from moejax.config.pattern import ahead_kind, block_kinds, layer_groups, settings_of
 from moejax.config.schema import Config, ModelConfig
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.model.block import MIXERS
@@ -62,7 +62,7 @@ class Estimate:
     def expert_blocks(self) -> float:
         """Share of the blocks that have experts."""
         model = self.cfg.model
-        ahead = model.predict_ahead * model.ends_in_experts
+        ahead = model.predict_ahead * (ahead_kind(model).mlp == "moe")
         return (model.expert_layers + ahead) / model.blocks
 
     @property
