@@ -62,6 +62,15 @@ CASES = [
         train={"micro_batches": 2},
     ),
     shared((1, 2, 4, 1), 8, 4, nodes=2, rows=1, length=64, kinds=(8,)),
+    # States that pass from stripe to stripe, and keys that an indexer chooses among all.
+    shared((1, 2, 1, 2), 2, 2, rows=2, kinds=(15,)),
+    shared((1, 2, 2, 2), 4, 2, nodes=2, rows=2, kinds=(16,)),
+    shared((1, 2, 2, 2), 4, 2, nodes=2, rows=2, kinds=(19,), activations="replicated"),
+    shared((1, 1, 4, 2), 4, 2, nodes=2, rows=2, kinds=(18,)),
+    shared((1, 2, 2, 2), 2, 2, rows=4, kinds=(18, 13), activations="replicated"),
+    # Values narrower than keys, and sinks, beside a window (MiMo-V2).
+    shared((1, 1, 4, 2), 4, 2, rows=2, kinds=(20,)),
+    shared((1, 2, 2, 2), 4, 2, rows=2, kinds=(20,), exchange="ring"),
 ]
 
 

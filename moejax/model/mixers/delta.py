@@ -149,7 +149,8 @@ class GatedDeltaNet(StateMixer):
             beta_BTH = jnp.where(is_token_BT1, beta_BTH, 0)
             g = jnp.where(is_token_BT1 if g.ndim == 3 else is_token_BT1[..., None], g, 0)
         operands = (q_BTGC, k_BTGC, v_BTHV, g, beta_BTH)
-        if past is not None and q_BTGC.shape[1] == 1:
+        if is_token_BT is not None and q_BTGC.shape[1] == 1:
+            assert past is not None
             y_BHV, state_BHCV = delta_step(*(x[:, 0] for x in operands), state_BHCV=past.state_BHCV)
             y_BTHV = y_BHV[:, None]
         else:

@@ -129,7 +129,8 @@ class Mamba2(StateMixer):
         written_BTHV = (v_BTHV * step_BTH[..., None]).astype(dtype)
         g_BTH = -jnp.exp(small.log_rate_H) * step_BTH
         operands = (q_BTGC.astype(dtype), k_BTGC.astype(dtype), written_BTHV, g_BTH)
-        if past is not None and q_BTGC.shape[1] == 1:
+        if is_token_BT is not None and q_BTGC.shape[1] == 1:
+            assert past is not None
             now = (x[:, 0] for x in operands)
             y_BHV, state_BHCV = state_space_step(*now, state_BHCV=past.state_BHCV)
             y_BTHV = y_BHV[:, None]
