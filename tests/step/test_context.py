@@ -14,17 +14,17 @@ from moejax.checkpoint.writer import Checkpoints, restore_state
 from moejax.plan.price.candidate import trace_config
 from tests.cases import (
     CERTAIN,
+    NEMOTRON,
     one_device_state,
     place,
     random_batch,
     small_config,
-    some_of,
     spread,
     step_for,
 )
 from tests.step.against_oracle import MESH_OF_ONE, check_against_oracle
 from tests.step.pipeline.test_stages import assert_same_gradients, config
-from tests.step.test_step_together import join_kinds
+from tests.step.test_step_together import KINDS, join_kinds
 
 
 def shared(mesh, context, stripe, *, exchange="gather", nodes=1, kinds=(), **more):
@@ -107,6 +107,9 @@ STAGED = {"context": 2, "context_stripe": 4}
             {"router": {"jitter": 0.3}},
             marks=pytest.mark.exhaustive,
         ),
+        ((1, 2, 1, 2), 2, STAGED, KINDS[15]),
+        ((1, 2, 1, 2), 2, STAGED | {"stage_keeps": "input"}, NEMOTRON),
+        ((1, 1, 2, 2), 2, STAGED, KINDS[18]),
     ],
 )
 def test_stages_share_sequences_too(mesh, stages, axis, changes):
@@ -173,9 +176,18 @@ def test_loss_gradients_and_metrics_do_not_depend_on_which_device_has_the_target
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", some_of([1, 2], 2))
-def test_nats_by_target_and_the_next_logits_are_those_of_one_device(stages):
-    cfg = shared((1, 1, 4, 1), 4, 2, rows=4, model={"num_layers": 2}, train={"micro_batches": 2})
+@pytest.mark.parametrize(
+    ("stages", "kinds"),
+    [
+        pytest.param(1, (), marks=pytest.mark.exhaustive),
+        (2, ()),
+        (1, (15,)),
+        pytest.param(1, (18,), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_nats_by_target_and_the_next_logits_are_those_of_one_device(stages, kinds):
+    form = {"rows": 4, "model": {"num_layers": 2}, "train": {"micro_batches": 2}}
+    cfg = shared((1, 1, 4, 1), 4, 2, kinds=kinds, **form)
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, stage=stages))
     batch, found = random_batch(cfg), []
     for one in (cfg, alone(cfg)):
