@@ -106,8 +106,6 @@ def convolve(
       tail_BYHC: the Y positions before the first, of its document; None: zeros.
     """
     T, X = x_BTHC.shape[1], w_HCX.shape[-1]
-    if segment_BT is not None:
-        earlier_BS = jnp.pad(segment_BT, ((0, 0), (X - 1, 0)), mode="edge")
     if tail_BYHC is None:
         before = ((0, 0), (X - 1, 0), (0, 0), (0, 0))
         joined_BSHC = jnp.pad(x_BTHC, before)
@@ -118,7 +116,8 @@ def convolve(
         # In float32 before the product, because the weight's gradient is a sum over positions.
         shifted_BTHC = joined_BSHC[:, X - 1 - back : X - 1 - back + T].astype(jnp.float32)
         if segment_BT is not None and back:
-            own_BT = segment_BT == earlier_BS[:, X - 1 - back : X - 1 - back + T]
+            earlier_BS = jnp.pad(segment_BT, ((0, 0), (back, 0)), mode="edge")
+            own_BT = segment_BT == earlier_BS[:, :T]
             shifted_BTHC = jnp.where(own_BT[..., None, None], shifted_BTHC, 0)
         y_BTHC += shifted_BTHC * w_HCX[..., X - 1 - back]
     return y_BTHC

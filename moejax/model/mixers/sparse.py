@@ -199,7 +199,8 @@ class SparseAttention(LatentAttention):
         own_BtY = jnp.concatenate([self._own_entries(x_BtD, angles), k_BtJ], axis=-1)
         seen_BSY = context.see(own_BtY, Reach(None), self.spec, over_tensor=True)
         q_BTHC = self._queries(enter_tensor(q_BtZ, layout), angles)
-        return q_BTHC, *split_last(seen_BSY, k_BtJ.shape[-1])
+        entry_BSZ, k_BSJ = split_last(seen_BSY, k_BtJ.shape[-1])
+        return q_BTHC, entry_BSZ, k_BSJ
 
     def _enter(
         self, x_BtD: jax.Array, q_BtZ: jax.Array, angles: Angles

@@ -44,7 +44,7 @@ class Past(NamedTuple):
     """
 
     state_BHCV: Before
-    tails: tuple[jax.Array, jax.Array, jax.Array]
+    tails: tuple[jax.Array, ...]
 
 
 class StateMixer(nnx.Module):
