@@ -4,6 +4,7 @@ Closed formulas for the bytes that a step moves and a device holds; microseconds
 pipeline stages all layers count as the stages'.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -394,14 +395,19 @@ class Estimate:
         return full / len(kinds)
 
     def _states_moved(self) -> float:
-        """Returns a block's seconds of effects and states of stripes, both passes; a mean."""
+        """Returns a block's seconds of effects and states of stripes, both passes; a mean.
+
+        The heads of all sequences are filled up to a multiple of the devices that share them.
+        """
         layout, linear = self.layout, self.cfg.model.linear
         if not (layout.context and self.cfg.model.is_linear):
             return 0.0
         C, V = linear.key_width, linear.value_width
-        heads = linear.value_heads / layout.size(layout.tensor)
+        shared, length = layout.size(layout.context), self.cfg.data.sequence_length
+        heads = linear.value_heads / layout.size(layout.tensor) * self.tokens * shared / length
+        stripes, heads = length / shared / layout.stripe, shared * math.ceil(heads / shared)
         factor = 1 if linear.form == "mamba2" else C * C
-        size = 4 * self.tokens / layout.stripe * heads * (factor + 2 * C * V)
+        size = 4 * stripes * heads * (factor + 2 * C * V)
         kinds = block_kinds(self.cfg.model)
         share = sum(kind.mixer == linear.form for kind in kinds) / len(kinds)
         return 2 * self._cost("all_to_all", size, layout.context) * share
