@@ -14,7 +14,6 @@ from moejax.checkpoint.writer import Checkpoints, restore_state
 from moejax.plan.price.candidate import trace_config
 from tests.cases import (
     CERTAIN,
-    NEMOTRON,
     one_device_state,
     place,
     random_batch,
@@ -23,8 +22,14 @@ from tests.cases import (
     step_for,
 )
 from tests.step.against_oracle import MESH_OF_ONE, check_against_oracle
-from tests.step.pipeline.test_stages import assert_same_gradients, config
-from tests.step.test_step_together import KINDS, join_kinds
+from tests.step.pipeline.test_stages import (
+    DELTA,
+    MAMBA,
+    SPARSE,
+    assert_same_gradients,
+    config,
+)
+from tests.step.test_step_together import join_kinds
 
 
 def shared(mesh, context, stripe, *, exchange="gather", nodes=1, kinds=(), **more):
@@ -107,14 +112,26 @@ STAGED = {"context": 2, "context_stripe": 4}
             {"router": {"jitter": 0.3}},
             marks=pytest.mark.exhaustive,
         ),
-        ((1, 2, 1, 2), 2, STAGED, KINDS[15]),
-        ((1, 2, 1, 2), 2, STAGED | {"stage_keeps": "input"}, NEMOTRON),
-        ((1, 1, 2, 2), 2, STAGED, KINDS[18]),
     ],
 )
 def test_stages_share_sequences_too(mesh, stages, axis, changes):
     cfg = config(mesh, stages, 2 * stages, axis=axis, rows=2, **changes)
     assert_same_gradients(cfg, within=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("keeps", "changes"),
+    [
+        ("residuals", {"model": DELTA, "layers": 4}),
+        ("input", {"model": MAMBA, "layers": 8}),
+        ("residuals", {"model": SPARSE}),
+    ],
+    ids=["gated delta net", "Mamba-2", "sparse"],
+)
+def test_stages_pass_states_and_choose_keys_of_shared_sequences(keeps, changes):
+    cfg = config((1, 2, 1, 2), 2, 4, axis=STAGED | {"stage_keeps": keeps}, rows=2, **changes)
+    assert_same_gradients(cfg)
 
 
 SIXTEEN = """
