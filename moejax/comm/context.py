@@ -157,6 +157,44 @@ def exchange(
         return _moved(partial(move, layout, over_tensor), jnp.dtype(gradient_dtype), x_BT)
 
 
+def stripe_before(x_BP: jax.Array, layout: Layout) -> jax.Array:
+    """Returns for each stripe of this device what the stripe before it has; zeros for the first.
+
+    Wire: of two stripes of three or more devices: half of x to each neighbour.
+
+    Args:
+      x_BP: of this device's stripes in order; further dimensions may follow.
+    """
+    with jax.named_scope(CONTEXT):
+        return _stripe_before(x_BP, layout)
+
+
+def join_stripes(x_BP: jax.Array, layout: Layout) -> jax.Array:
+    """Returns all stripes of a share of the rows, in order; zeros fill the rows up.
+
+    Wire: (c - 1) / c of x. In backward as much.
+
+    Args:
+      x_BP: of this device's stripes; further dimensions may follow.
+    """
+    c, (B, *rest) = layout.size(layout.context), x_BP.shape
+    x_BP = jnp.pad(x_BP, ((0, -B % c), *[(0, 0)] * len(rest)))
+    with jax.named_scope(CONTEXT):
+        x_cbP = wire.all_to_all(x_BP.reshape(c, -1, *rest), layout.context)
+    return _in_order(x_cbP, 1)
+
+
+def split_stripes(x_bN: jax.Array, rows: int, layout: Layout) -> jax.Array:
+    """Undoes `join_stripes` of arrays with that many rows. Wire: (c - 1) / c of x."""
+    c, (b, _, *rest) = layout.size(layout.context), x_bN.shape
+    x_bn2c = x_bN.reshape(b, -1, 2, c, *rest)
+    ways = x_bn2c[:, :, 0], jnp.flip(x_bn2c[:, :, 1], axis=2)
+    x_cbP = jnp.moveaxis(jnp.stack(ways, axis=2), 3, 0).reshape(c, b, -1, *rest)
+    with jax.named_scope(CONTEXT):
+        x_cbP = wire.all_to_all(x_cbP, layout.context)
+    return x_cbP.reshape(c * b, *x_cbP.shape[2:])[:rows]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _moved(move: Any, dtype: Any, x_BT: jax.Array) -> jax.Array:
     return move(x_BT)
@@ -186,9 +224,15 @@ def _gather(layout: Layout, over_tensor: bool, x_BT: jax.Array) -> jax.Array:
         x = wire.all_gather(x, axes, dim=dim, tag=None)
     # S F R B t -> c B T
     x_cBT = jnp.moveaxis(x, 2, 3)
-    B, rest = x_BT.shape[0], x_BT.shape[2:]
-    c, s = layout.size(layout.context), layout.stripe
-    x_cBn2s = x_cBT.reshape(c, B, -1, 2, s, *rest)
+    return _in_order(
+        x_cBT.reshape(layout.size(layout.context), len(x_BT), -1, *x_BT.shape[2:]), layout.stripe
+    )
+
+
+def _in_order(x_cBT: jax.Array, stripe: int) -> jax.Array:
+    """Joins the positions of c devices in their order."""
+    c, B, _, *rest = x_cBT.shape
+    x_cBn2s = x_cBT.reshape(c, B, -1, 2, stripe, *rest)
     there = jnp.moveaxis(x_cBn2s[:, :, :, 0], 0, 2)
     back = jnp.flip(jnp.moveaxis(x_cBn2s[:, :, :, 1], 0, 2), axis=2)
     return jnp.stack([there, back], axis=2).reshape(B, -1, *rest)
@@ -197,10 +241,16 @@ def _gather(layout: Layout, over_tensor: bool, x_BT: jax.Array) -> jax.Array:
 def _extend(before: int, layout: Layout, over_tensor: bool, x_BT: jax.Array) -> jax.Array:
     """Puts before each stripe the last keys of the stripe before it; zeros before the first."""
     x_BT = wire.all_gather(x_BT, layout.tensor if over_tensor else (), dim=1, tag=None)
-    c, s, here = layout.size(layout.context), layout.stripe, wire.index(layout.context)
-    B, _, *rest = x_BT.shape
-    x_Bn2s = x_BT.reshape(B, -1, 2, s, *rest)
-    there, back = x_Bn2s[:, :, 0, s - before :], x_Bn2s[:, :, 1, s - before :]
+    s, (B, _, *rest) = layout.stripe, x_BT.shape
+    x_BPs = x_BT.reshape(B, -1, s, *rest)
+    earlier = _stripe_before(x_BPs[:, :, s - before :], layout)
+    return jnp.concatenate([earlier, x_BPs], axis=2).reshape(B, -1, *rest)
+
+
+def _stripe_before(x_BP: jax.Array, layout: Layout) -> jax.Array:
+    """Returns for each stripe of this device what the stripe before it has."""
+    c, here = layout.size(layout.context), wire.index(layout.context)
+    there, back = x_BP[:, ::2], x_BP[:, 1::2]
     # Two chains and not one cycle: see `comm.links`.
     up, down = [(i, i + 1) for i in range(c - 1)], [(i + 1, i) for i in range(c - 1)]
     before_there = wire.ppermute(there, layout.context, up)
@@ -209,5 +259,4 @@ def _extend(before: int, layout: Layout, over_tensor: bool, x_BT: jax.Array) -> 
     turned = jnp.concatenate([jnp.zeros_like(back[:, :1]), back[:, :-1]], axis=1)
     before_there = jnp.where(here == 0, turned, before_there)
     before_back = jnp.where(here == c - 1, there, before_back)
-    earlier = jnp.stack([before_there, before_back], axis=2)
-    return jnp.concatenate([earlier, x_Bn2s], axis=3).reshape(B, -1, *rest)
+    return jnp.stack([before_there, before_back], axis=2).reshape(x_BP.shape)

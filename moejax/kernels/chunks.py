@@ -64,6 +64,34 @@ class HeadShares(NamedTuple):
     within_NBGRQJ: jax.Array
 
 
+class Effect(NamedTuple):
+    """What positions do to a head's state: state <- factor @ state + addend. In float32.
+
+    Attributes:
+      factor_CC: [..., C, C], or [..., 1, 1] where it is a number.
+    """
+
+    factor_CC: jax.Array
+    addend_CV: jax.Array
+
+    def on(self, state_CV: jax.Array) -> jax.Array:
+        """Returns the state after the positions."""
+        return self._times(state_CV) + self.addend_CV
+
+    def then(self, later: "Effect") -> "Effect":
+        """Returns the effect of these positions and of later ones behind them."""
+        return Effect(later._times(self.factor_CC), later.on(self.addend_CV))
+
+    def _times(self, x_CV: jax.Array) -> jax.Array:
+        if self.factor_CC.shape[-2:] == (1, 1):
+            return self.factor_CC * x_CV
+        return jnp.matmul(self.factor_CC, x_CV, precision="highest")
+
+
+# The state before positions, [B, H, C, V]; or what returns it, given their effect.
+Before = jax.Array | Callable[[Effect], jax.Array] | None
+
+
 def convolve(
     x_BTHC: Float[Array, "B T H C"],
     w_HCX: Float[Array, "H C X"],
@@ -88,8 +116,9 @@ def convolve(
         # In float32 before the product, because the weight's gradient is a sum over positions.
         shifted_BTHC = joined_BSHC[:, X - 1 - back : X - 1 - back + T].astype(jnp.float32)
         if segment_BT is not None and back:
-            own_BT = jnp.pad(segment_BT[:, back:] == segment_BT[:, :-back], ((0, 0), (back, 0)))
-            shifted_BTHC = jnp.where(own_BT[:, :T, None, None], shifted_BTHC, 0)
+            earlier_BS = jnp.pad(segment_BT, ((0, 0), (back, 0)), mode="edge")
+            own_BT = segment_BT == earlier_BS[:, :T]
+            shifted_BTHC = jnp.where(own_BT[..., None, None], shifted_BTHC, 0)
         y_BTHC += shifted_BTHC * w_HCX[..., X - 1 - back]
     return y_BTHC
 

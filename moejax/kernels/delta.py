@@ -26,6 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.annotations import Array, Float, Int
 from moejax.kernels.chunks import (
     CHUNK,
+    Before,
+    Effect,
     Passes,
     Sums,
     by_key_head,
@@ -73,7 +75,7 @@ def gated_delta(
     g: Float[Array, "B T H"] | Float[Array, "B T G C"],
     beta_BTH: Float[Array, "B T H"],
     segment_BT: Int[Array, "B T"] | None = None,
-    state_BHCV: Float[Array, "B H C V"] | None = None,
+    state_BHCV: Before = None,
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H C V"]]:
@@ -87,7 +89,8 @@ def gated_delta(
       q_BTGC, k_BTGC: keys of unit length, or shorter; value head h reads key head h // (H / G).
       g: of value heads, or of channels of key heads.
       segment_BT: document of each position: the state is zero where one begins. None: all one.
-      state_BHCV: the state before the first position, whose document goes on; None: zero.
+      state_BHCV: the state before the first position, whose document goes on; None: zero. A
+        function takes the positions' effect, which costs about as much again as their results.
       chunk: positions of a chunk: a power of two times `BASE`.
     """
     B, T, H, V = v_BTHV.shape
@@ -97,7 +100,7 @@ def gated_delta(
     while chunk > BASE and chunk // 2 >= T:
         chunk //= 2
     y_NBHQV, state_BHCV = _by_chunks(
-        q_BTGC, k_BTGC, v_BTHV, g, beta_BTH, segment_BT, state_BHCV.astype(jnp.float32), chunk
+        q_BTGC, k_BTGC, v_BTHV, g, beta_BTH, segment_BT, state_BHCV, chunk
     )
     y_BTHV = y_NBHQV.transpose(1, 0, 3, 2, 4).reshape(B, -1, H, V)
     return y_BTHV[:, :T], state_BHCV
@@ -123,7 +126,7 @@ def delta_step(
 
 
 def _by_chunks(
-    q_BTGC, k_BTGC, v_BTHV, g, beta_BTH, segment_BT, state_BHCV, length: int
+    q_BTGC, k_BTGC, v_BTHV, g, beta_BTH, segment_BT, before_BHCV: Any, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns [N, B, H, Q, V] and the last state."""
     G, dtype = k_BTGC.shape[2], v_BTHV.dtype
@@ -150,12 +153,31 @@ def _by_chunks(
 
     shares = faded.before_NBGRQ, faded.after_NBGRQ, faded.kept_NBGRCV
     scanned = faded.keys, v_NBGRQV, corrects_NBGRQJ.astype(dtype), *shares
-    first_BGRCV = by_key_head(state_BHCV[None], G)[0]
+    if callable(before_BHCV):
+        before_BHCV = before_BHCV(_effect(chunk, scanned))
+    first_BGRCV = by_key_head(before_BHCV.astype(jnp.float32)[None], G)[0]
     last_BGRCV, (state_NBGRCV, u_NBGRQV) = lax.scan(chunk, first_BGRCV, scanned)
     y_NBGRQV = dot("nbgqc,nbgrcv->nbgrqv", faded.q_NBGQC, state_NBGRCV)
     y_NBGRQV = times(faded.before_NBGRQ, y_NBGRQV)
     y_NBGRQV += dot("nbgrqj,nbgrjv->nbgrqv", faded.seen_NBGRQJ.astype(dtype), u_NBGRQV)
-    return y_NBGRQV.reshape(v_NBHQV.shape), last_BGRCV.reshape(state_BHCV.shape)
+    return y_NBGRQV.reshape(v_NBHQV.shape), last_BGRCV.reshape(before_BHCV.shape)
+
+
+def _effect(chunk: Any, scanned: tuple[Any, ...]) -> Effect:
+    """Returns the effect of all chunks, by value heads.
+
+    The columns of a state do not meet. So the chunks run on more of them: those of a state of
+    zeros, and those of the identity, into which nothing is written.
+    """
+    keys, v_NBGRQV, *others = scanned
+    C, (_, B, G, R, _, V) = keys[0].shape[-1], v_NBGRQV.shape
+    wide_NBGRQX = jnp.pad(v_NBGRQV, ((0, 0),) * 5 + ((0, C),))
+    columns_CX = jnp.pad(jnp.eye(C), ((0, 0), (V, 0)))
+    first_BGRCX = jnp.broadcast_to(columns_CX, (B, G, R, C, V + C))
+    arrays = keys, wide_NBGRQX, *others
+    last_BGRCX, _ = lax.scan(lambda x, now: (chunk(x, now)[0], None), first_BGRCX, arrays)
+    addend_BHCV, factor_BHCC = jnp.split(last_BGRCX.reshape(B, G * R, C, V + C), [V], axis=-1)
+    return Effect(factor_BHCC, addend_BHCV)
 
 
 def _fade_heads(q_NBGQC: jax.Array, k_NBGQC: jax.Array, g_NBHQ: jax.Array, passes: Passes) -> Faded:

@@ -22,6 +22,8 @@ from jax import lax
 from moejax.annotations import Array, Float, Int
 from moejax.kernels.chunks import (
     CHUNK,
+    Before,
+    Effect,
     by_key_head,
     cut,
     documents,
@@ -38,7 +40,7 @@ def state_space(
     v_BTHV: Float[Array, "B T H V"],
     g_BTH: Float[Array, "B T H"],
     segment_BT: Int[Array, "B T"] | None = None,
-    state_BHCV: Float[Array, "B H C V"] | None = None,
+    state_BHCV: Before = None,
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H C V"]]:
@@ -50,7 +52,8 @@ def state_space(
     Args:
       q_BTGC, k_BTGC: value head h reads and writes by key head h // (H / G).
       segment_BT: document of each position: the state is zero where one begins. None: all one.
-      state_BHCV: the state before the first position, whose document goes on; None: zero.
+      state_BHCV: the state before the first position, whose document goes on; None: zero. A
+        function takes the positions' effect.
       chunk: positions of a chunk, `CHUNK` at most.
     """
     (B, T, H, V), G, dtype = v_BTHV.shape, k_BTGC.shape[2], v_BTHV.dtype
@@ -71,6 +74,11 @@ def state_space(
         kept_BGR11, written_BGRCV = now
         return kept_BGR11 * state_BGRCV + written_BGRCV, state_BGRCV
 
+    if callable(state_BHCV):
+        nothing = Effect(jnp.ones_like(kept_NBGR11[0]), jnp.zeros_like(written_NBGRCV[0]))
+        each = Effect(kept_NBGR11, written_NBGRCV)
+        every, _ = lax.scan(lambda early, late: (early.then(late), None), nothing, each)
+        state_BHCV = state_BHCV(Effect(*(x.reshape(B, H, *x.shape[3:]) for x in every)))
     first_BGRCV = by_key_head(state_BHCV.astype(jnp.float32)[None], G)[0]
     last_BGRCV, state_NBGRCV = lax.scan(go_on, first_BGRCV, (kept_NBGR11, written_NBGRCV))
     y_NBGRQV = dot("nbgqc,nbgrcv->nbgrqv", q_NBGQC, state_NBGRCV.astype(dtype))

@@ -20,6 +20,7 @@ from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
 from moejax.plan.trace.reader import collectives
 from moejax.step.train_step import build_step
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
+from tests.step.test_step_together import KINDS
 
 COLLECTIVES = {
     "all_to_all": lambda x, axes: lax.all_to_all(x, axes, 0, 0, tiled=True),
@@ -111,6 +112,22 @@ def test_a_step_sends_over_a_link_what_is_counted(sizes, gather_dense, parts, ho
     train = {"batch_sequences": 16, "micro_batches": parts}
     cfg = small_config(sizes, moe=CERTAIN, train=train)
     cfg = change(cfg, {"mesh.nodes": hosts, "mesh.gather_dense": gather_dense})
+    check_step(cfg, hosts, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [15, pytest.param(18, marks=LATER), pytest.param(19, marks=LATER)])
+def test_states_and_chosen_keys_cross_a_link_as_counted(kind, monkeypatch):
+    """Sequences that the devices of two hosts share: effects, states and tails; or latents."""
+    moe = CERTAIN | KINDS[kind].get("moe", {})
+    train = {"batch_sequences": 4}
+    cfg = small_config((1, 8, 1, 1), model=KINDS[kind]["model"], moe=moe, train=train)
+    shared = {"mesh.context": 8, "mesh.context_stripe": 2, "data.sequence_length": 32}
+    check_step(change(cfg, shared | {"mesh.nodes": 2}), 2, monkeypatch)
+
+
+def check_step(cfg, hosts, monkeypatch):
+    """Compares what a step sends with what its program counts."""
     plain = step_for(cfg)
     unordered = build_step(cfg, plain.mesh.abstract_mesh, "cpu")
     traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
@@ -128,6 +145,9 @@ def test_a_step_sends_over_a_link_what_is_counted(sizes, gather_dense, parts, ho
             inside = layout.size(layout.inside_node(call.axes))
             across = layout.size(layout.between_nodes(call.axes))
             group = inside, across, hosts, 8 // hosts
-            wanted += call.calls * counted(call.kind, call.bytes, *group)
+            share = counted(call.kind, call.bytes, *group)
+            if call.kind == "ppermute":  # one device of a chain sends to the next host, if any
+                share = call.bytes * (across - 1) / across
+            wanted += call.calls * share
     np.testing.assert_allclose(sent, np.full(hosts, wanted), rtol=0.03)
     assert min(sent) >= wanted

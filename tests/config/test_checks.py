@@ -41,6 +41,8 @@ mesh.expert=4 mesh.tensor=2 mesh.simulated_devices=8
 {DELTA} mesh.expert=2 mesh.tensor=2
 {SPARSE} mesh.expert=2 mesh.tensor=2 model.indexer.keys=8 train.indexer_loss=1
 {SPARSE} mesh.stage=2 train.micro_batches=2
+{SPARSE} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 train.indexer_loss=1
+{ALONE} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=4
 {KIMI} mesh.expert=2 mesh.tensor=2 model.positions=none
 {ALONE} mesh.expert=2 mesh.tensor=2 model.positions=none model.activation=relu2 moe.latent=32
 {ALONE} model.linear.convolution_bias=true model.linear.least_step=0.01
@@ -131,7 +133,8 @@ model.sliding_window=9 -> has 0 blocks
 {DELTA} model.sliding_window=9 -> `model.sliding_window` = 9 is of no block
 {DELTA} model.linear.key_heads=3 -> `model.linear.value_heads` = 4 ... Choose 1, 2, 4
 {DELTA} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
-{DELTA} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... gated_delta
+{DELTA} model.linear.convolution=9 mesh.fsdp=2 mesh.context=2 mesh.context_stripe=4 -> \
+sees 8 positions back, and `mesh.context_stripe` is 4 ... at least 8
 {DELTA} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> from slice to slice
 model.layer_attention=full,none,full,none model.layer_mlps=none,dense,none,dense \
 model.moe_every=none mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> has none, and
@@ -144,7 +147,6 @@ model.moe_every=none model.predict_ahead=1 model.ahead_block=full,experts -> and
 {ALONE} moe.latent=33 mesh.expert=2 -> `moe.latent` = 33 ... 32 or 34
 {DELTA} model.linear.least_step=0.1 -> has no effect: only `model.linear.form` mamba2
 {ALONE} mesh.tensor=4 model.num_kv_heads=4 -> `model.linear.key_heads` = 2 ... `mesh.tensor` = 4
-{ALONE} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... mamba2
 model.layer_attention=none,full,full,full model.layer_mlps=none,experts,dense,dense -> both have
 model.layer_mlps=dense,none,dense,dense -> names no block with experts
 model.linear.form=kimi_delta -> `model.linear.key_heads` = 2 and ... = 4 differ
@@ -183,7 +185,6 @@ model.attention=latent -> `model.kv_latent` is none ... which needs it
 {SPARSE} model.kv_latent=none -> `model.kv_latent` is none ... is sparse, which needs it
 {SPARSE} model.sliding_window=8 -> `model.sliding_window` is 8 ... among all earlier keys
 {SPARSE} model.indexer.width=6 -> `model.rope_width` = 8 is more than `model.indexer.width` = 6
-{SPARSE} mesh.fsdp=2 mesh.context=2 mesh.context_stripe=8 -> `mesh.context` is 2 and ... sparse
 {SPARSE} mesh.stage=2 train.micro_batches=2 mesh.stage_slices=2 -> `model.attention` is sparse, and
 {SPARSE} mesh.stage=2 train.micro_batches=2 model.predict_ahead=1 -> a block of sparse attention
 {SPARSE} mesh.stage=2 train.micro_batches=2 train.indexer_loss=1 -> do not add the indexers' loss

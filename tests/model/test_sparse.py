@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.config.fields import change
 from moejax.config.schema import IndexerConfig
 from moejax.layout.layout import build_layout
 from moejax.model.mixers.interface import CacheSize
@@ -101,18 +102,21 @@ def wanted_of_loss():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "activations", "micro_batches"),
+    ("mesh", "activations", "micro_batches", "context"),
     [
-        pytest.param((1, 1, 1, 1), "sequence", 1, marks=pytest.mark.slow),
-        pytest.param((1, 2, 1, 2), "sequence", 2, marks=pytest.mark.slow),
-        pytest.param((1, 1, 1, 4), "replicated", 1, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 1), "sequence", 1, 1, marks=pytest.mark.slow),
+        pytest.param((1, 2, 1, 2), "sequence", 2, 1, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 4), "replicated", 1, 1, marks=pytest.mark.slow),
+        pytest.param((1, 2, 2, 2), "sequence", 1, 4, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2, 2), "replicated", 2, 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_loss_trains_the_indexer_alone(mesh, activations, micro_batches):
+def test_the_loss_trains_the_indexer_alone(mesh, activations, micro_batches, context):
     of_loss, without, state = wanted_of_loss()
     train = {"indexer_loss": COEFFICIENT, "micro_batches": micro_batches}
     cfg = small_config(mesh, activations=activations, model=sparse(5), train=train)
-    found, _ = gradients(cfg, state)
+    shared = {"mesh.context": context, "mesh.context_stripe": 2}
+    found, _ = gradients(change(cfg, shared if context > 1 else {}), state)
     for name, gradient in found.items():
         want = of_loss[name.removeprefix(INDEX)] if name.startswith(INDEX) else without[name]
         bound = 2e-5 * np.abs(want).max()

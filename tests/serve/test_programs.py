@@ -153,6 +153,11 @@ def test_cached_decoding_has_other_heads_without_a_window(mesh):
         ((1, 2, 2, 2), "sequence", LATENT, 2),
         pytest.param((1, 1, 2, 2), "replicated", LATENT, 2, marks=pytest.mark.exhaustive),
         pytest.param((1, 1, 4, 1), "sequence", GROUPED, 4, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 2, 1), "sequence", DELTA, 4, marks=pytest.mark.slow),
+        pytest.param((1, 2, 2, 2), "sequence", SPARSE, 2, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2, 2), "replicated", KIMI, 2, marks=pytest.mark.exhaustive),
+        pytest.param((1, 1, 2, 2), "sequence", NEMOTRON["model"], 2, marks=pytest.mark.exhaustive),
+        pytest.param((1, 1, 4, 1), "sequence", MIMO, 4, marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.usefixtures("short_pieces")

@@ -18,12 +18,17 @@ from tests.cases import (
     place,
     random_batch,
     small_config,
-    some_of,
     spread,
     step_for,
 )
 from tests.step.against_oracle import MESH_OF_ONE, check_against_oracle
-from tests.step.pipeline.test_stages import assert_same_gradients, config
+from tests.step.pipeline.test_stages import (
+    DELTA,
+    MAMBA,
+    SPARSE,
+    assert_same_gradients,
+    config,
+)
 from tests.step.test_step_together import join_kinds
 
 
@@ -62,6 +67,15 @@ CASES = [
         train={"micro_batches": 2},
     ),
     shared((1, 2, 4, 1), 8, 4, nodes=2, rows=1, length=64, kinds=(8,)),
+    # States that pass from stripe to stripe, and keys that an indexer chooses among all.
+    shared((1, 2, 1, 2), 2, 2, rows=2, kinds=(15,)),
+    shared((1, 2, 2, 2), 4, 2, nodes=2, rows=2, kinds=(16,)),
+    shared((1, 2, 2, 2), 4, 2, nodes=2, rows=2, kinds=(19,), activations="replicated"),
+    shared((1, 1, 4, 2), 4, 2, nodes=2, rows=2, kinds=(18,)),
+    shared((1, 2, 2, 2), 2, 2, rows=4, kinds=(18, 13), activations="replicated"),
+    # Values narrower than keys, and sinks, beside a window (MiMo-V2).
+    shared((1, 1, 4, 2), 4, 2, rows=2, kinds=(20,)),
+    shared((1, 2, 2, 2), 4, 2, rows=2, kinds=(20,), exchange="ring"),
 ]
 
 
@@ -103,6 +117,21 @@ STAGED = {"context": 2, "context_stripe": 4}
 def test_stages_share_sequences_too(mesh, stages, axis, changes):
     cfg = config(mesh, stages, 2 * stages, axis=axis, rows=2, **changes)
     assert_same_gradients(cfg, within=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("keeps", "changes"),
+    [
+        ("residuals", {"model": DELTA, "layers": 4}),
+        ("input", {"model": MAMBA, "layers": 8}),
+        ("residuals", {"model": SPARSE}),
+    ],
+    ids=["gated delta net", "Mamba-2", "sparse"],
+)
+def test_stages_pass_states_and_choose_keys_of_shared_sequences(keeps, changes):
+    cfg = config((1, 2, 1, 2), 2, 4, axis=STAGED | {"stage_keeps": keeps}, rows=2, **changes)
+    assert_same_gradients(cfg)
 
 
 SIXTEEN = """
@@ -164,9 +193,18 @@ def test_loss_gradients_and_metrics_do_not_depend_on_which_device_has_the_target
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", some_of([1, 2], 2))
-def test_nats_by_target_and_the_next_logits_are_those_of_one_device(stages):
-    cfg = shared((1, 1, 4, 1), 4, 2, rows=4, model={"num_layers": 2}, train={"micro_batches": 2})
+@pytest.mark.parametrize(
+    ("stages", "kinds"),
+    [
+        pytest.param(1, (), marks=pytest.mark.exhaustive),
+        (2, ()),
+        (1, (15,)),
+        pytest.param(1, (18,), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_nats_by_target_and_the_next_logits_are_those_of_one_device(stages, kinds):
+    form = {"rows": 4, "model": {"num_layers": 2}, "train": {"micro_batches": 2}}
+    cfg = shared((1, 1, 4, 1), 4, 2, kinds=kinds, **form)
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, stage=stages))
     batch, found = random_batch(cfg), []
     for one in (cfg, alone(cfg)):

@@ -189,15 +189,12 @@ def check_context(cfg: Config) -> None:
         "`mesh.context_exchange` is ring and `model.attention` is latent. Latents are narrow, so "
         "that gathering them sends less. Set mesh.context_exchange=gather.",
     )
+    reach = cfg.model.linear.convolution - 1
     require(
-        not cfg.model.is_linear,
-        f"`mesh.context` is {mesh.context} and `model.linear.form` is {cfg.model.linear.form}. The "
-        "states of linear attention do not pass from device to device. Set mesh.context=1.",
-    )
-    require(
-        not cfg.model.is_sparse,
-        f"`mesh.context` is {mesh.context} and `model.attention` is sparse. Its indexer chooses "
-        "among keys of the whole sequence, which a device has alone. Set mesh.context=1.",
+        not cfg.model.is_linear or reach <= mesh.context_stripe,
+        f"`model.linear.convolution` sees {reach} positions back, and `mesh.context_stripe` is "
+        f"{mesh.context_stripe}. A stripe gets them from the one before it. Choose at least "
+        f"{reach} for mesh.context_stripe.",
     )
     own, ranks = length // mesh.context, mesh.tensor * mesh.stage
     require(

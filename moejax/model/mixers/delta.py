@@ -149,11 +149,11 @@ class GatedDeltaNet(StateMixer):
             beta_BTH = jnp.where(is_token_BT1, beta_BTH, 0)
             g = jnp.where(is_token_BT1 if g.ndim == 3 else is_token_BT1[..., None], g, 0)
         operands = (q_BTGC, k_BTGC, v_BTHV, g, beta_BTH)
-        if past is not None and q_BTGC.shape[1] == 1:
-            y_BHV, state_BHCV = delta_step(*(x[:, 0] for x in operands), state_BHCV=past.state_BHCV)
+        state = None if past is None else past.state_BHCV
+        if isinstance(state, jax.Array) and q_BTGC.shape[1] == 1:
+            y_BHV, state_BHCV = delta_step(*(x[:, 0] for x in operands), state_BHCV=state)
             y_BTHV = y_BHV[:, None]
         else:
-            state = None if past is None else past.state_BHCV
             y_BTHV, state_BHCV = gated_delta(*operands, segment_BT, state)
         mean_BTH1 = jnp.mean(y_BTHV * y_BTHV, axis=-1, keepdims=True)
         y_BTHV *= jax.lax.rsqrt(mean_BTH1 + self.cfg.norm_epsilon) * small.scale_V

@@ -162,14 +162,19 @@ class LatentAttention(nnx.Module):
         """`__call__` where devices share sequences: they exchange latents, expand those seen."""
         spec, layout = self.spec, self.spec.layout
         q_BTHC = self._queries(enter_tensor(self._query_source(x_BtD), layout), angles)
-        latent_BtZ, rotated_BtR = self._key_value_source(split_positions(x_BtD, layout))
-        cos, sin = (own_positions(a[None], layout)[0] for a in angles.full)
-        key_BtR = rotate(rotated_BtR[:, :, None], (cos, sin))[:, :, 0]
-        sources = jnp.concatenate([latent_BtZ, key_BtR], axis=-1)
-        seen_BSZ = context.see(sources, reach_of(self.window, layout), spec, over_tensor=True)
+        own_BtZ = self._own_entries(x_BtD, angles)
+        seen_BSZ = context.see(own_BtZ, reach_of(self.window, layout), spec, over_tensor=True)
         latent_BSZ, key_BSR = split_last(seen_BSZ, self.cfg.rotated_channels)
         attend = partial(context.attend_seen, segment=segment_BS, spec=spec)
         return self._attend(q_BTHC, self._expand(latent_BSZ, key_BSR), attend)
+
+    def _own_entries(self, x_BtD: jax.Array, angles: Angles) -> jax.Array:
+        """Returns latents with their rotated keys, of this tensor rank's part of the positions."""
+        layout = self.spec.layout
+        latent_BtZ, rotated_BtR = self._key_value_source(split_positions(x_BtD, layout))
+        cos, sin = (own_positions(a[None], layout)[0] for a in angles.full)
+        key_BtR = rotate(rotated_BtR[:, :, None], (cos, sin))[:, :, 0]
+        return jnp.concatenate([latent_BtZ, key_BtR], axis=-1)
 
     def _attend(
         self, q_BTHC: jax.Array, keys_values: tuple[jax.Array, jax.Array], attend: Callable

@@ -129,12 +129,12 @@ class Mamba2(StateMixer):
         written_BTHV = (v_BTHV * step_BTH[..., None]).astype(dtype)
         g_BTH = -jnp.exp(small.log_rate_H) * step_BTH
         operands = (q_BTGC.astype(dtype), k_BTGC.astype(dtype), written_BTHV, g_BTH)
-        if past is not None and q_BTGC.shape[1] == 1:
+        state = None if past is None else past.state_BHCV
+        if isinstance(state, jax.Array) and q_BTGC.shape[1] == 1:
             now = (x[:, 0] for x in operands)
-            y_BHV, state_BHCV = state_space_step(*now, state_BHCV=past.state_BHCV)
+            y_BHV, state_BHCV = state_space_step(*now, state_BHCV=state)
             y_BTHV = y_BHV[:, None]
         else:
-            state = None if past is None else past.state_BHCV
             y_BTHV, state_BHCV = state_space(*operands, segment_BT, state)
         y_BTHV += small.skip_H[:, None] * v_BTHV
         y_BTHV *= jax.nn.silu(projected.gate_BTHV.astype(jnp.float32))

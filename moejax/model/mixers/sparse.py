@@ -6,6 +6,7 @@ latent, to the entries chosen. Letters as in `kernels.attention.chosen`; t own p
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,10 @@ from moejax.comm.activations import (
     enter_tensor_together,
     leave_replicated,
     leave_tensor,
+    own_positions,
+    split_positions,
 )
+from moejax.comm.context import Reach, positions
 from moejax.comm.weights.adapters import product
 from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
@@ -97,12 +101,16 @@ class SparseAttention(LatentAttention):
 
     @staticmethod
     def cache(cfg: ModelConfig, size: CacheSize, layout: Layout) -> tuple[CacheArray, ...]:
-        """Returns latents, and keys of the indexer [N, 1, S, J] if there is room to choose."""
+        """Returns latents, and keys of the indexer [N, 1, S, J] if there is room to choose.
+
+        Then devices that share sequences keep whole texts, each those of its own rows.
+        """
         latents = LatentAttention.cache(cfg, size, layout)
         if size.positions <= cfg.indexer.keys:
             return latents
-        shape = size.slots, 1, size.positions, cfg.indexer.width
-        return (*latents, CacheArray(shape, cfg.dtype, latents[0].axes))
+        widths = latents[0].shape[-1], cfg.indexer.width
+        shapes = [(size.slots, 1, size.positions, width) for width in widths]
+        return tuple(CacheArray(shape, cfg.dtype, (layout.token_axes,)) for shape in shapes)
 
     @staticmethod
     def flops(cfg: ModelConfig, length: int, window: int | None) -> int:
@@ -123,21 +131,22 @@ class SparseAttention(LatentAttention):
         """As of `LatentAttention`.
 
         Wire, over tensor: keys of the indexer besides, and the places of chosen keys, K int32 a
-        position; where the indexer is trained, the weights of chosen keys in float32 too.
+        position; where the indexer is trained, the weights of chosen keys in float32 too. Over
+        context: all entries and keys of the indexer.
         """
         length, layout = segment_BS.shape[1], self.spec.layout
         if length <= self.cfg.indexer.keys and not self.spec.index_loss:
             return super().__call__(x_BtD, segment_BS, angles)
         q_BtZ, turns = self._query_source(x_BtD), own_turns(angles, layout)
-        projected, k_BTJ, _ = self._enter(x_BtD, q_BtZ, angles)
-        index = (*self._scoring(x_BtD, q_BtZ, turns), k_BTJ)
-        position_t = leave_replicated(jnp.arange(length)[None], layout)[0]
+        q_BTHC, entry_BSZ, k_BSJ = self._seen(x_BtD, q_BtZ, angles)
+        index = (*self._scoring(x_BtD, q_BtZ, turns), k_BSJ)
+        position_t = leave_replicated(positions(length, layout)[None], layout)[0]
         seen, count = ranges(segment_BS, position_t, None), min(length, self.cfg.indexer.keys)
         place_BtK = checkpoint_name(chosen.choose(*index, *seen, count), PLACES)
         # In float32, because the gradient of an entry is a sum over queries.
-        entry_BSZ = kept_of(projected, angles).astype(jnp.float32)
+        entry_BSZ = entry_BSZ.astype(jnp.float32)
         place_BTK = enter_tensor(place_BtK, layout)
-        y_BTHV, share_BTK = self._attend_chosen(projected.q_BTHC, place_BTK, entry_BSZ)
+        y_BTHV, share_BTK = self._attend_chosen(q_BTHC, place_BTK, entry_BSZ)
         y_BtD = project_from_heads(y_BTHV, self.w_o, self.spec)
         if share_BTK is None:
             return y_BtD
@@ -155,7 +164,7 @@ class SparseAttention(LatentAttention):
 
         Every tensor rank scores for all queries: rows do not end where the ranks' positions do.
         """
-        if cache[0].shape[2] <= self.cfg.indexer.keys:
+        if len(cache) == 1:
             return super().extend(x_1tD, cache, rows, angles)
         T, layout = rows.length, self.spec.layout
         projected, k_1MJ, q_1MZ = self._enter(x_1tD, self._query_source(x_1tD), angles)
@@ -166,7 +175,7 @@ class SparseAttention(LatentAttention):
             return x_1M[0].reshape(-1, T, *x_1M.shape[2:])
 
         own = (by_row(x)[:, :, None] for x in (kept_of(projected, angles), k_1MJ))
-        cache = context.put_own(cache, tuple(own), rows, layout)
+        cache = context.put_own(cache, tuple(own), rows, replace(layout, context=()))
         entry_RSZ, k_RSJ = ((x if rows.every else x[rows.slot_R])[:, 0] for x in cache)
         position_RT = rows.position_RT
         seen, count = (jnp.zeros_like(position_RT), position_RT), self.cfg.indexer.keys
@@ -175,6 +184,23 @@ class SparseAttention(LatentAttention):
         y_RTHV, _ = self._attend_chosen(by_row(projected.q_BTHC), place_RTK, entry_RSZ)
         y_1MHV = y_RTHV.reshape(1, -1, *y_RTHV.shape[2:])
         return project_from_heads(y_1MHV, self.w_o, self.spec), cache
+
+    def _seen(
+        self, x_BtD: jax.Array, q_BtZ: jax.Array, angles: Angles
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, and entries and keys of the indexer of all that they may see."""
+        layout = self.spec.layout
+        if not layout.context:
+            projected, k_BTJ, _ = self._enter(x_BtD, q_BtZ, angles)
+            return projected.q_BTHC, kept_of(projected, angles), k_BTJ
+        cos, sin = (own_positions(a[None], layout)[0] for a in angles.full)
+        own_BtD = lax.stop_gradient(split_positions(x_BtD, layout))
+        k_BtJ = self.indexer.keys(own_BtD, (cos, sin))
+        own_BtY = jnp.concatenate([self._own_entries(x_BtD, angles), k_BtJ], axis=-1)
+        seen_BSY = context.see(own_BtY, Reach(None), self.spec, over_tensor=True)
+        q_BTHC = self._queries(enter_tensor(q_BtZ, layout), angles)
+        entry_BSZ, k_BSJ = split_last(seen_BSY, k_BtJ.shape[-1])
+        return q_BTHC, entry_BSZ, k_BSJ
 
     def _enter(
         self, x_BtD: jax.Array, q_BtZ: jax.Array, angles: Angles

@@ -4,6 +4,7 @@ Closed formulas for the bytes that a step moves and a device holds; microseconds
 pipeline stages all layers count as the stages'.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -359,12 +360,14 @@ class Estimate:
                 total += 4 * self._cost("all_gather", rows * ranks, layout.tensor)
             total *= self.expert_blocks
         whole = self.tokens * model.width * width
-        return total + 4 * self._cost("all_gather", whole, layout.tensor) + self._keys_moved()
+        total += 4 * self._cost("all_gather", whole, layout.tensor)
+        return total + self._keys_moved() + self._states_moved()
 
     def _keys_moved(self) -> float:
         """Returns a block's seconds of gathering keys of shared sequences, both passes.
 
-        A mean over the blocks: those with a window pass on next to nothing.
+        A mean over the blocks: those with a window pass on next to nothing, those of linear
+        attention no keys.
         """
         layout, axes = self.layout, self.layout.context
         size = self._seen_keys() * WIDTHS[self.cfg.model.dtype]
@@ -381,14 +384,33 @@ class Estimate:
             return 0.0
         seen = self.tokens * layout.size(layout.context)
         if model.is_latent:
-            return seen * ((model.kv_latent or 0) + model.rotated_channels)
+            index = model.indexer.width if model.is_sparse else 0
+            return seen * ((model.kv_latent or 0) + model.rotated_channels + index)
         return seen * _keys_of(settings_of(model, None)) / layout.size(layout.tensor)
 
     def _full_blocks(self) -> float:
-        """Returns the share of the blocks that have no window."""
-        kinds = [kind for group, n in layer_groups(self.cfg.model) for kind in group * n]
-        full = sum(kind.window is None and kind.mixer != "none" for kind in kinds)
+        """Returns the share of the blocks that attend without a window."""
+        without, kinds = {"none", self.cfg.model.linear.form}, block_kinds(self.cfg.model)
+        full = sum(kind.window is None and kind.mixer not in without for kind in kinds)
         return full / len(kinds)
+
+    def _states_moved(self) -> float:
+        """Returns a block's seconds of effects and states of stripes, both passes; a mean.
+
+        The heads of all sequences are filled up to a multiple of the devices that share them.
+        """
+        layout, linear = self.layout, self.cfg.model.linear
+        if not (layout.context and self.cfg.model.is_linear):
+            return 0.0
+        C, V = linear.key_width, linear.value_width
+        shared, length = layout.size(layout.context), self.cfg.data.sequence_length
+        heads = linear.value_heads / layout.size(layout.tensor) * self.tokens * shared / length
+        stripes, heads = length / shared / layout.stripe, shared * math.ceil(heads / shared)
+        factor = 1 if linear.form == "mamba2" else C * C
+        size = 4 * stripes * heads * (factor + 2 * C * V)
+        kinds = block_kinds(self.cfg.model)
+        share = sum(kind.mixer == linear.form for kind in kinds) / len(kinds)
+        return 2 * self._cost("all_to_all", size, layout.context) * share
 
     def _weights(self) -> float:
         """Returns a block's seconds of gathering weights and reducing gradients."""

@@ -8,6 +8,7 @@ import pytest
 
 from moejax.config.fields import change, get_value
 from moejax.config.load import load_config
+from moejax.config.schema import LinearConfig
 from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from tests.plan.clusters import GIB, cluster, limits_of, to_plan
@@ -100,6 +101,23 @@ def test_an_estimate_counts_what_shared_sequences_move():
     weights = Estimate(one, topology)._weights() - Estimate(one, cluster())._weights()
     tables = Estimate(one, topology)._tables() - Estimate(one, cluster())._tables()
     assert slow - fast == pytest.approx(moved + weights + tables, rel=0.05)
+
+
+def test_an_estimate_counts_effects_and_states_of_linear_attention():
+    """In each second block; two stripes of a device, four heads of 32 x 32 channels, float32.
+
+    Four heads fill eight devices up.
+    """
+    model = {"num_layers": 4, "full_attention_every": 2, "linear": LinearConfig("gated_delta")}
+    settings = {"mesh.fsdp": 8, "mesh.context": 8, "mesh.context_stripe": 512}
+    cfg = change(long(1, 8_192, model=model), settings)
+    one = space.resolve(cfg, limits_of(cfg, cluster()))
+    assert one is not None
+    estimate = Estimate(one, cluster(slow=1e5))
+    sent = 2 * 8 * (32 * 32 + 2 * 32 * 32) * 4
+    once = estimate._cost("all_to_all", sent, estimate.layout.context)
+    assert estimate._states_moved() == pytest.approx(2 * once / 2)
+    assert estimate._full_blocks() == 0.5
 
 
 @pytest.mark.slow
