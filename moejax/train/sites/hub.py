@@ -8,7 +8,7 @@ A connection is one line of JSON with the token, what it asks for, and what foll
 
     join   site, form                      the answer: {"ok"}
     begin  site, round, seconds            the answer is `Ledger.begin`'s
-    put    site, round, row, bytes, facts  {"go"}, then the bytes, then {"ok"}; or {"have"}
+    put    site, round, bytes, facts       {"rows"}: those to send, then their bytes, then {"ok"}
     get    round, rows                     {"wait"} until it is decided; {"sites"}, then the bytes
     whole  round, rows                     the same for outer weights and momentum of a later round
     leave  site                            {"ok"}: no round waits for it any more
@@ -65,29 +65,30 @@ class Hub(Listener):
             connection.sendall(line(answer))
 
     def _put(self, asked: Mapping[str, Any], reader: BinaryIO, connection: socket.socket) -> None:
-        """Takes a row, if it is still to come."""
-        number, site, row, ledger = asked["round"], str(asked["site"]), asked["row"], self.ledger
+        """Takes those rows that are still to come."""
+        number, site, ledger = asked["round"], str(asked["site"]), self.ledger
+        facts = {int(row): dict(found) for row, found in asked["facts"].items()}
         with self._changed:
-            wanted, size = ledger.wants(number, site, row), ledger.size(site)
-        if not wanted:
-            connection.sendall(line({"have": True}))
-            return
+            wanted, size = (
+                [row for row in facts if ledger.wants(number, site, row)],
+                ledger.size(site),
+            )
         if asked["bytes"] != size:
             raise ValueError(f"{asked['bytes']} bytes were announced, {size} are expected")
-        path = ledger.path(number, site, row)
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
-        connection.sendall(line({"go": True}))
-        out = np.memmap(partial, np.uint8, "w+", shape=(size,))
-        try:
-            read_into(reader, out)
-            with self._changed:
-                if ledger.wants(number, site, row):
-                    partial.replace(path)
-                    ledger.add(number, site, row, asked["facts"])
-                    self._changed.notify_all()
-        finally:
-            partial.unlink(missing_ok=True)
+        connection.sendall(line({"rows": wanted}))
+        for row in wanted:
+            path = ledger.path(number, site, row)
+            path.parent.mkdir(exist_ok=True)
+            partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
+            try:
+                read_into(reader, np.memmap(partial, np.uint8, "w+", shape=(size,)))
+                with self._changed:
+                    if ledger.wants(number, site, row):
+                        partial.replace(path)
+                        ledger.add(number, site, row, facts[row])
+                        self._changed.notify_all()
+            finally:
+                partial.unlink(missing_ok=True)
         connection.sendall(line({"ok": True}))
 
     def _give(self, asked: Mapping[str, Any], connection: socket.socket) -> None:
@@ -107,7 +108,7 @@ class Hub(Listener):
         files = [np.memmap(path, np.uint8, "r") for path in paths]  # they may be pruned now
         connection.sendall(line({**head, "bytes": sum(file.size for file in files)}))
         for file in files:
-            send(connection, file.data)
+            send(connection, np.asarray(file))
 
     def _find(
         self, asked: Mapping[str, Any], number: int, *, ended: bool

@@ -55,7 +55,7 @@ class Programs:
         self.whole_bytes = jax.eval_shape(self._mapped(_whole, 1), like[0]).shape[1]
         self.start = jax.jit(self._mapped(_start, 2))
         self.whole = jax.jit(self._mapped(_whole, 1))
-        self._finish = jax.jit(self._mapped(_finish, 5), donate_argnums=(0, 1))
+        self._finish = jax.jit(self._mapped(_finish, 5), donate_argnums=0)
         self._take = jax.jit(self._mapped(_take, 2), donate_argnums=0)
 
     def _mapped(self, body: Callable, arguments: int) -> Callable:
@@ -89,7 +89,7 @@ class Programs:
         weights: Mapping[int, int],
         number: int,
     ) -> TrainState:
-        """Averages the parts that arrived. Donates state and pending.
+        """Averages the parts that arrived. Donates the state.
 
         Args:
           arrived: by row of this process [sites of the round, bytes], in the order of `weights`.
@@ -105,7 +105,7 @@ class Programs:
         shape = (self.sites, self.rows * self._copies, self.row_bytes)
         sharding = NamedSharding(self._step.mesh, P(None, *self._own))
         parts = jax.make_array_from_callback(
-            shape, sharding, lambda index: wanted[self._row(index[1])][:, None]
+            shape, sharding, lambda index: wanted[self._row(index, 1)][:, None]
         )
         return self._finish(state, pending, parts, weight_R, np.int32(number))
 
@@ -118,19 +118,20 @@ class Programs:
         shape = (self.rows * self._copies, self.whole_bytes)
         sharding = NamedSharding(self._step.mesh, self._own)
         all_rows = jax.make_array_from_callback(
-            shape, sharding, lambda index: rows[self._row(index[0])][None]
+            shape, sharding, lambda index: rows[self._row(index, 0)][None]
         )
         return self._take(state, all_rows)
 
-    def _row(self, index: slice) -> int:
-        return (index.start or 0) % self.rows
+    def _row(self, index: Any, dim: int) -> int:
+        """Returns the row of a device's part of an array whose dimension `dim` is the devices."""
+        return (index[dim].start or 0) % self.rows
 
     def rows_here(self) -> list[int]:
         """Returns the rows that the devices of this process need."""
         sharding = NamedSharding(self._step.mesh, self._own)
         shape = (self.rows * self._copies,)
         found = sharding.addressable_devices_indices_map(shape).values()
-        return sorted({self._row(index[0]) for index in found if index is not None})
+        return sorted({self._row(index, 0) for index in found})
 
     def to_send(self, x: jax.Array) -> dict[int, np.ndarray]:
         """Returns the rows that this process sends: those of its first copies. Waits for them."""

@@ -120,9 +120,9 @@ def test_outer_weights_go_from_one_site_to_another(serve):
 @pytest.mark.parametrize(
     "asked",
     [
-        {"kind": "put", "site": 0, "row": 0, "round": 0, "bytes": 10**12, "facts": {}},
-        {"kind": "put", "site": "../..", "row": 0, "round": 0, "bytes": 5, "facts": {}},
-        {"kind": "put", "site": 0, "row": 9, "round": 0, "bytes": 5, "facts": {}},
+        {"kind": "put", "site": 0, "round": 0, "bytes": 10**12, "facts": {"0": {}}},
+        {"kind": "put", "site": "../..", "round": 0, "bytes": 5, "facts": {"0": {}}},
+        {"kind": "put", "site": 0, "round": 0, "bytes": 5, "facts": {"9": {}}},
         {"kind": "begin", "site": [], "round": 0, "seconds": None},
         {"kind": "join", "site": 0, "form": 3},
         {"site": 0},
@@ -151,9 +151,9 @@ def test_a_site_that_differs_is_told_why(serve):
     joined(hub, 0)
     with pytest.raises(InputError, match="site 1 has rows 3, the others have 2"):
         Link(("127.0.0.1", hub.port), TOKEN, 1).join({**FORM, "rows": 3})
+    link = joined(hub, 1)
+    link.put(0, rows_of(1), facts(1))
     with pytest.raises(SitesError, match="of another run"):
-        link = joined(hub, 1)
-        link.put(0, rows_of(1), facts(1))
         link.begin(9, None)
 
 

@@ -1,4 +1,4 @@
-"""The ledger of rounds: who counts, after which wait, and what a hub that was killed still knows."""
+"""The ledger of rounds: who counts, after which wait, what a hub that was killed still knows."""
 
 import pytest
 
@@ -136,7 +136,7 @@ def test_old_rounds_are_let_go(opened, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seconds, most, wanted",
+    ("seconds", "most", "wanted"),
     [((1.0, 1.0, 1.0), 8, (1, 1, 1)), ((1.0, 3.5, 2.0), 8, (3, 1, 1)), ((1, 9, 9), 4, (4, 1, 1))],
 )
 def test_a_fast_site_does_the_steps_that_the_slowest_leaves_time_for(opened, seconds, most, wanted):

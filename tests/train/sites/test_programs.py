@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config.schema import OuterConfig
 from moejax.train.sites.programs import Programs
 from tests.cases import place, step_for
 from tests.step.test_outer import batches, outer_config
@@ -32,23 +31,23 @@ class Sites:
     def round(self, batches, absent=(), spoil=None):
         """Each site's steps are its batches; absent ones do none. `spoil` is what a site sends."""
         every, part = self.programs[0].every, self.number % self.programs[0].every
-        started = [p.start(s, np.int32(part)) for p, s in zip(self.programs, self.states)]
+        started = [
+            p.start(s, np.int32(part)) for p, s in zip(self.programs, self.states, strict=True)
+        ]
         here = [site for site in range(len(self.steps)) if site not in absent]
         sums = {tuple(np.asarray(total)) for _, total, _ in started}
         assert len(sums) == 1, "copies of outer weights differ"
-        rows = [p.to_send(x) for p, (x, _, _) in zip(self.programs, started)]
+        rows = [p.to_send(x) for p, (x, _, _) in zip(self.programs, started, strict=True)]
         if spoil is not None:
             rows[spoil] = {row: np.full_like(x, 255) for row, x in rows[spoil].items()}
         weights = {site: sum(self.tokens[site][-every:]) for site in here}
-        for site, (step, own) in enumerate(zip(self.steps, batches)):
+        for site, (step, own) in enumerate(zip(self.steps, batches, strict=True)):
             for batch in own if site in here else ():
                 self.states[site], _ = step.step(self.states[site], place(step, batch))
             self.tokens[site].append(len(own) if site in here else 0)
         arrived = {row: np.stack([rows[site][row] for site in here]) for row in rows[0]}
         for site, (_, _, pending) in enumerate(started):
-            found = self.programs[site].finish(
-                self.states[site], pending, arrived, weights, part
-            )
+            found = self.programs[site].finish(self.states[site], pending, arrived, weights, part)
             self.states[site] = found
         self.number += 1
 
