@@ -19,6 +19,7 @@ import numpy as np
 from tests.integration.runs import REPOSITORY, begin, environment, final_state, records
 
 STEPS, EVERY = 16, 3
+LONGEST_S = 900
 DELAY_S = 0.1  # of each connection: rounds take long enough for a fault to fall into one
 TOKEN = "the secret of a test"
 CONFIG = f"""
@@ -84,6 +85,7 @@ class Sites:
         self._hub = ("--patience", str(patience_s), "--most-steps", str(most_steps))
         self.running: dict[object, subprocess.Popen] = {}
         self.shown: list[list[str]] = [[], []]
+        self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> "Sites":
         self.start_hub(0)
@@ -94,6 +96,9 @@ class Sites:
         for process in self.running.values():
             process.kill()
             process.wait()
+        for read in self._readers:
+            read.join(10)
+        self.running["hub"].stdout.close()
 
     def start_hub(self, port: int) -> None:
         """Starts the hub; port 0: a free one."""
@@ -110,6 +115,7 @@ class Sites:
         """Kills it as a lost machine would."""
         self.running["hub"].kill()
         self.running["hub"].wait()
+        self.running["hub"].stdout.close()
 
     def start(self, site: int, *words: str, program: tuple[str, ...] = ("moejax.train",)) -> None:
         """Starts a site, whose lines `shown` then has."""
@@ -119,7 +125,9 @@ class Sites:
         process = begin(self.place, *flags, *words, program=program, MOEJAX_SITES_TOKEN=TOKEN)
         self.running[site], self.shown[site] = process, []
         for stream in (process.stdout, process.stderr):
-            threading.Thread(target=self.shown[site].extend, args=(stream,), daemon=True).start()
+            read = threading.Thread(target=_read, args=(stream, self.shown[site]), daemon=True)
+            self._readers.append(read)
+            read.start()
 
     def start_together(self) -> None:
         """Starts both sites, and lets them begin only when both are compiled."""
@@ -139,7 +147,7 @@ class Sites:
         """Where a site's run is."""
         return self.folder / str(site)
 
-    def wait_for(self, site: int, text: str, within_s: float = 240) -> None:
+    def wait_for(self, site: int, text: str, within_s: float = LONGEST_S) -> None:
         """Waits until a site has shown a text."""
         until = time.monotonic() + within_s
         while not any(text in line for line in list(self.shown[site])):
@@ -156,7 +164,7 @@ class Sites:
     def end(self) -> None:
         """Waits until both sites have ended well."""
         for site in range(2):
-            code = self.running[site].wait(timeout=400)
+            code = self.running[site].wait(timeout=LONGEST_S)
             time.sleep(0.2)
             assert code == 0, "".join(self.shown[site])
 
@@ -167,6 +175,11 @@ class Sites:
     def outer(self, site: int) -> list[np.ndarray]:
         """Outer weights, selection biases and momentum of a site's last checkpoint."""
         return final_state(self.run_dir(site), lambda s: (s.params, s.router_bias, s.momentum))[1]
+
+
+def _read(stream, lines: list[str]) -> None:
+    with stream:
+        lines.extend(stream)
 
 
 def spoil(number: int) -> None:
