@@ -9,7 +9,8 @@ A connection is one line of JSON with the token, what it asks for, and what foll
     join   site, form                      the answer: {"ok"}
     begin  site, round, seconds            the answer is `Ledger.begin`'s
     put    site, round, bytes, facts       {"rows"}: those to send, then their bytes, then {"ok"}
-    get    round, rows                     {"wait"} until it is decided; {"sites"}, then the bytes
+    get    round, rows                     {"wait"} until it is decided; {"sites"}, then the bytes;
+                                           or {"gone"}: they are no longer kept
     whole  round, rows                     the same for outer weights and momentum of a later round
     leave  site                            {"ok"}: no round waits for it any more
 """
@@ -126,6 +127,8 @@ class Hub(Listener):
             ledger.wanted = True  # again: a site that was asked may be gone
             return None
         ledger.decide()
+        if number < ledger.oldest:
+            return {"gone": True}, number, ()
         sites = ledger.ready(number)
         if sites is not None:
             return {"sites": sites}, number, sorted(sites, key=int)

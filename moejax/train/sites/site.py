@@ -116,7 +116,6 @@ class Site:
                 state = self._take_whole(step, state)
             elif "missed" in found:
                 state = self._apply(step, state, self._get(step))
-                self._tokens.append(0)
             else:
                 steps = min(found["steps"], self._last_step - step)
                 whole = self._programs.whole(state) if found.get("give") else None
@@ -161,7 +160,6 @@ class Site:
             head, rows = now.arrived.result()
         waited = time.perf_counter() - began
         state = self._apply(step, state, (head, rows), now, waited)
-        self._tokens.append(now.steps * self._tokens_per_step)
         self._round = None
         return self._follow(step, state) if step == self._last_step else state
 
@@ -175,6 +173,8 @@ class Site:
     ) -> TrainState:
         """Averages the parts of a round. Without one under way this site takes outer weights."""
         head, data = arrived
+        if "gone" in head:  # while this site was cut off
+            return self._take_whole(step, state)
         weights = {int(site): own["tokens"] for site, own in head["sites"].items()}
         rows = {row: data[:, at] for at, row in enumerate(self._rows)}
         pending = now.pending if now else self._programs.start(state, np.int32(self._part))[2]
@@ -189,6 +189,7 @@ class Site:
             sent=self._link.sent - now.sent if now else 0,
         )
         self.number += 1
+        self._tokens.append(now.steps * self._tokens_per_step if now else 0)
         return state
 
     def _get(self, step: int, **how: Any) -> tuple[dict[str, Any], np.ndarray]:

@@ -105,6 +105,14 @@ def test_a_site_that_has_ended_follows_the_others_to_their_end(serve):
     assert following()[0]["end"] is True
 
 
+def test_a_site_that_waits_for_a_round_that_is_let_go_is_told(serve):
+    hub = serve()
+    links = [joined(hub, site) for site in range(2)]
+    waiting = meanwhile(links[0].get, 0, [0], 5)
+    hub.ledger.open = hub.ledger.oldest = 1
+    assert waiting()[0]["gone"] is True
+
+
 def test_outer_weights_go_from_one_site_to_another(serve):
     hub = serve()
     links = [joined(hub, site) for site in range(2)]
