@@ -230,7 +230,7 @@ class Ledger:
         self.open, self._since = self.open + 1, None
 
     def ready(self, number: int) -> dict[str, dict[str, int]] | None:
-        """Returns the sites of a decided round whose rows are here; None: it is to be waited for."""
+        """Returns the sites of a decided round whose rows are here; None: it is waited for."""
         found = self.rounds.get(number)
         if found is None or not all(self._is_whole(number, site) for site in found):
             return None
