@@ -130,18 +130,20 @@ class Sites:
             read.start()
 
     def start_together(self) -> None:
-        """Starts both sites, and lets them begin only when both are compiled."""
+        """Starts both sites under a patient hub, and the impatient one once both have begun."""
+        hub, self._hub = self._hub, ("--patience", "600")
+        self.restart_hub()
         for site in range(2):
             self.start(site)
         for site in range(2):
-            self.wait_for(site, "route of tokens")
-        time.sleep(3)
-        for link in self.links:
-            link.sever()
-        for site in range(2):
-            self.wait_for(site, "compiled in")
-        for link in self.links:
-            link.cut.clear()
+            self.wait_for(site, "step 3/")
+        self._hub = hub
+        self.restart_hub()
+
+    def restart_hub(self) -> None:
+        """Kills the hub, and starts it at the same port."""
+        self.kill_hub()
+        self.start_hub(self.port)
 
     def run_dir(self, site: int) -> Path:
         """Where a site's run is."""
