@@ -47,5 +47,6 @@ COMMANDS = {
         "say which kernels run here, and why; --smoke, --mesh: checks",
         "moejax.doctor.command",
     ),
+    "sites": Command("let runs at several sites average their weights", "moejax.train.sites.hub"),
     "aot": Command("compile the train step for a cluster that is not here", "moejax.aot.command"),
 }

@@ -200,7 +200,8 @@ def sites_before(saved: dict[str, Any], train_step: TrainStep) -> int | None:
     """
     if train_step.abstract.sites is None:
         return None
-    before = from_dict(saved["config"]).mesh.replica
+    cfg = from_dict(saved["config"])
+    before = 1 if cfg.outer.hub is not None else cfg.mesh.replica
     return None if before == train_step.num_sites else before
 
 

@@ -364,13 +364,22 @@ class CompressionConfig:
 
 @dataclass(frozen=True)
 class OuterConfig:
-    """The outer loop across sites, which are the copies along `mesh.replica`."""
+    """The outer loop across sites: the copies along `mesh.replica`, or with `hub` other runs."""
 
     every: int | None = setting(
         None,
-        "steps in which all of the model is averaged over the sites; none: no outer loop, every "
-        "step sums gradients over copies",
+        "steps (with outer.hub: rounds) in which all of the model is averaged over the sites; "
+        "none: no outer loop, every step sums gradients over copies",
         at_least=1,
+    )
+    hub: str | None = setting(
+        None,
+        "HOST:PORT of moejax sites: this run is one of the sites; none: sites are the copies along "
+        "mesh.replica",
+    )
+    site: int = setting(0, "with outer.hub: number of this site, from zero", at_least=0)
+    sites: int = setting(
+        1, "with outer.hub: number of sites at most; each has its share of the text", at_least=1
     )
     rate: float = setting(0.7, "learning rate of the outer step", above=0)
     momentum: float = setting(0.9, "Nesterov momentum of the outer step", at_least=0)

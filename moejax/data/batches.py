@@ -59,15 +59,19 @@ class Batches:
         shuffle: bool = True,
         repeat: bool = True,
         isolate_documents: bool = True,
+        share: tuple[int, int] = (0, 1),
     ):
         """Takes one stream, or a mixture of streams and weights, each stream with its own epochs.
 
         A stream of weight w gives w / (sum of weights) of the sequences, spread evenly.
 
+        Args:
+          share: (i, R): of R batches in turn the i-th alone, of a site that is a run of its own.
+
         Raises:
           InputError: if a stream holds no sequence.
         """
-        self.batch_sequences = batch_sequences
+        self.batch_sequences, self._share = batch_sequences, share
         self.isolate, self.repeat = isolate_documents, repeat
         streams = [stream for stream, _ in mixture] or [source]
         orders = [
@@ -88,19 +92,21 @@ class Batches:
         Args:
           left_out: batches that the run leaves out (`data.skipped`).
         """
-        needed = (num_steps + left_out) * self.batch_sequences
+        needed = (num_steps + left_out) * self.batch_sequences * self._share[1]
         if not self.repeat and needed > self.num_sequences:
             more = f" and {left_out} batches that are left out" if left_out else ""
+            most = self.num_sequences // (self.batch_sequences * self._share[1]) - left_out
             raise InputError(
                 f"too little data. {num_steps} steps{more} need {needed} sequences, the files hold "
                 f"{self.num_sequences}. With data.repeat=false each is seen once. Lower "
-                f"train.num_steps to {self.num_sequences // self.batch_sequences - left_out}, or "
+                f"train.num_steps to {most}, or "
                 f"set data.repeat=true."
             )
 
     def rows(self, position: int, start: int, stop: int) -> BatchRows:
         """Rows start .. stop - 1 of the global batch at a position (`data.skipped`)."""
-        first = position * self.batch_sequences
+        own, shares = self._share
+        first = (position * shares + own) * self.batch_sequences
         windows: list[Any] = [self._order[first + row] for row in range(start, stop)]
         marked = zip(*(window[:3] for window in windows), strict=True)
         token_BU, target_BU, begin_BU = map(np.stack, marked)

@@ -2,7 +2,7 @@
 // Where a run's time went, and what happened to its processes. page.js calls `goodput`, and has all that this uses.
 const CLASSES = {
   training: "#468f35", "steps done again": "#c2452d", "steps rolled back": "#e58fa2", "waiting for data": "#d9822b", start: "#8656c4", restore: "#c0458f", compile: "#2b78d4",
-  evaluation: "#12908f", saving: "#a8812f", "down between starts": "#7a2318", "not told": "#8a9099" };
+  evaluation: "#12908f", saving: "#a8812f", "waiting for sites": "#5f6b1f", "down between starts": "#7a2318", "not told": "#8a9099" };
 // An axis has one unit: its seconds, its name, and up to how many seconds it is good for.
 const UNITS = [[1, "s", 300], [60, "min", 18e3], [3600, "h", 4e5], [86400, "d", Infinity]];
 const unit = (total) => UNITS.find(([, , most]) => total < most);

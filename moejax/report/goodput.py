@@ -43,6 +43,7 @@ CLASSES = {
     "compile": ("compile",),
     "evaluation": ("evaluate", "sample", "on_step"),
     "saving": ("save", "finish", "end"),
+    "waiting for sites": ("sites",),
 }
 TRAINING, REPEATED, ROLLED_BACK, INPUT, DOWN, UNKNOWN = (
     "training",

@@ -345,4 +345,4 @@ class Stop:
                 self._last = step + 2
             elif "after" in notes:
                 self._last = int(notes["after"])
-        return step == self._last
+        return self._last is not None and step >= self._last

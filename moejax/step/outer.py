@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
@@ -80,13 +79,13 @@ class Pending(NamedTuple):
     """The parts of all sites on their way, and what this site needs when they arrive.
 
     Attributes:
-      arrived: [R, bytes] of packed payloads, in the order of the sites.
+      arrived: [R, bytes] of packed payloads, in the order of the sites; None before they are here.
       own: this site's payload, [1, ...], as it was sent.
       before: of each array this site's part [m] at the start.
       wanted: [n], what was encoded: with feedback the differences and the errors so far.
     """
 
-    arrived: jax.Array
+    arrived: Any
     own: Any
     before: list[jax.Array]
     wanted: jax.Array
@@ -98,6 +97,20 @@ class Shared(NamedTuple):
     params: Tree
     router_bias: Tree
     momentum: Tree
+
+
+class Counted(NamedTuple):
+    """Whose parts count in a round of sites that are programs of their own (`step.apart`).
+
+    Attributes:
+      weight_R: tokens that a site's part has seen, or a multiple; negative: it does not count.
+      site: this site's number.
+      axes: all mesh axes of a site.
+    """
+
+    weight_R: jax.Array
+    site: int
+    axes: Axes
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,14 @@ class OuterLoop:
     def send(self, shared: Shared, inner: tuple[Tree, Tree], error: Tree, part: Part) -> Pending:
         """Sends this site's differences to the other sites. The program need not wait.
 
-        Wire: R - 1 times the encoded part, per device, gathered.
+        Wire: R - 1 times the encoded part, per device, gathered. Arguments as of `encode`.
+        """
+        sent = self.encode(shared, inner, error, part)
+        with jax.named_scope("outer"):
+            return sent._replace(arrived=wire.gather_beside(pack(sent.own)[0], self.axes))
+
+    def encode(self, shared: Shared, inner: tuple[Tree, Tree], error: Tree, part: Part) -> Pending:
+        """Encodes this site's differences.
 
         Args:
           inner: this site's weights and selection biases.
@@ -162,12 +182,16 @@ class OuterLoop:
         own = {"plain": plain[None]}
         if wanted.size:
             own["coded"] = self._codec.encode_once(wanted[None])
-        with jax.named_scope("outer"):
-            arrived = wire.gather_beside(pack(own)[0], self.axes)
-        return Pending(arrived, own, before, wanted)
+        return Pending(None, own, before, wanted)
 
     def receive(
-        self, sent: Pending, shared: Shared, inner: tuple[Tree, Tree], error: Tree, part: Part
+        self,
+        sent: Pending,
+        shared: Shared,
+        inner: tuple[Tree, Tree],
+        error: Tree,
+        part: Part,
+        counted: "Counted | None" = None,
     ) -> tuple[Shared, tuple[Tree, Tree], Tree]:
         """Averages what arrived. Returns the next outer state, this site's weights and its errors.
 
@@ -175,6 +199,8 @@ class OuterLoop:
 
         Args:
           inner: this site's weights and selection biases as they are now.
+          counted: of sites that are programs of their own; None: all sites are here and count
+            alike.
         """
         groups = _Groups(
             self._is_encoded(len(sent.before)), self._block, [x.size for x in sent.before]
@@ -184,9 +210,17 @@ class OuterLoop:
         if sent.wanted.size:
             arrived.append(self._codec.decode(payload["coded"], sent.wanted.size))
         finite_R = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x), 1) for x in arrived]), 0)
-        count = jnp.maximum(jnp.sum(finite_R), 1).astype(jnp.float32)
-        means = [jnp.sum(jnp.where(finite_R[:, None], x, 0), 0) / count for x in arrived]
-        finite = finite_R[wire.index(self.axes)]
+        if counted is None:
+            weighted, weight_R, own = arrived, jnp.float32(1), wire.index(self.axes)
+        else:
+            # All devices of the site agree, because some arrays have copies on several of them.
+            wrong_R = wire.all_max(jnp.int32(~finite_R), counted.axes)
+            finite_R = (wrong_R == 0) & (counted.weight_R >= 0)
+            weight_R, own = counted.weight_R, counted.site
+            weighted = [x * weight_R[:, None] for x in arrived]
+        count = jnp.maximum(jnp.sum(jnp.where(finite_R, weight_R, 0)), 1)
+        means = [jnp.sum(jnp.where(finite_R[:, None], x, 0), 0) / count for x in weighted]
+        finite = finite_R[own]
         coded = means[1] if sent.wanted.size else sent.wanted
         deltas = groups.split(coded, means[0])
         shared, moved = self._moved(shared, deltas, part)
@@ -310,41 +344,54 @@ def site_step(
       model, optimizer: as a site sees them.
       state: leaves of `sites` are [1, ...], this site's.
     """
-    assert state.sites is not None
-    sites = jax.tree.map(lambda x: x[0], state.sites)
-    shared = Shared(state.params, state.router_bias, state.momentum)
-    inner, error, part = (sites.params, sites.router_bias), sites.error, outer.part(state.step)
-    sent = None if outer.at_once else outer.send(shared, inner, error, part)
-    own = TrainState(
-        state.step,
-        jnp.zeros((), jnp.int32),
-        sites.params,
-        sites.router_bias,
-        sites.optimizer,
-        state.reduction,
-        load_LE=sites.load_LE,
+    now, step, part = averaged(state), state.step, outer.part(state.step)
+    sent = None if outer.at_once else outer.send(*now, part)
+    own, metrics = own_step(
+        model, optimizer, state._replace(skipped=jnp.zeros((), jnp.int32)), batch
     )
-    own, metrics = train_step(model, optimizer, own, batch)
-    inner = own.params, own.router_bias
+    now = averaged(own)
     with jax.named_scope("outer"):
         if sent is not None:
-            shared, inner, error = outer.receive(sent, shared, inner, error, part)
+            now = outer.receive(sent, *now, part)
         else:
-            shared, inner, error = _all_at_once(outer, shared, inner, error, state.step)
+            now = _all_at_once(outer, *now, step)
         metrics = over_sites(metrics, outer.axes)
     metrics = metrics._replace(skipped=state.skipped + metrics.skipped)
-    sites = Sites(*inner, own.optimizer, own.load_LE, error)
-    state = TrainState(
-        own.step,
-        metrics.skipped,
-        shared.params,
-        shared.router_bias,
-        (),
-        own.reduction,
-        sites=jax.tree.map(lambda x: x[None], sites),
-        momentum=shared.momentum,
-    )
-    return state, metrics
+    return with_averaged(own._replace(skipped=metrics.skipped), *now), metrics
+
+
+def own_step(
+    model: ModelDef, optimizer: Optimizer, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    """Runs one step of this device's site; the outer weights stay. Arguments as of `site_step`."""
+    assert state.sites is not None
+    sites = jax.tree.map(lambda x: x[0], state.sites)
+    weights = (sites.params, sites.router_bias, sites.optimizer)
+    counters = state.step, state.skipped
+    own = TrainState(*counters, *weights, state.reduction, load_LE=sites.load_LE)
+    own, metrics = train_step(model, optimizer, own, batch)
+    sites = Sites(own.params, own.router_bias, own.optimizer, own.load_LE, sites.error)
+    sites = jax.tree.map(lambda x: x[None], sites)
+    own = state._replace(step=own.step, skipped=own.skipped, reduction=own.reduction, sites=sites)
+    return own, metrics
+
+
+def averaged(state: TrainState) -> tuple[Shared, tuple[Tree, Tree], Tree]:
+    """Returns what an outer step reads and moves: outer weights, this site's, and its errors."""
+    assert state.sites is not None
+    own = jax.tree.map(lambda x: x[0], state.sites._replace(optimizer=(), load_LE=None))
+    shared = Shared(state.params, state.router_bias, state.momentum)
+    return shared, (own.params, own.router_bias), own.error
+
+
+def with_averaged(
+    state: TrainState, shared: Shared, inner: tuple[Tree, Tree], error: Tree
+) -> TrainState:
+    """The inverse of `averaged`."""
+    assert state.sites is not None
+    params, router_bias, error = jax.tree.map(lambda x: x[None], (*inner, error))
+    sites = state.sites._replace(params=params, router_bias=router_bias, error=error)
+    return state._replace(**shared._asdict(), sites=sites)
 
 
 def _all_at_once(
@@ -396,7 +443,7 @@ def with_sites(
         return jax.ShapeDtypeStruct((layout.size(layout.sites), *x.shape), x.dtype)
 
     def each(spec: P) -> P:
-        return P(layout.sites, *spec)
+        return P(layout.sites or None, *spec)
 
     errors = jax.eval_shape(error, shapes.params)
     error_specs = jax.tree.map(
@@ -415,54 +462,3 @@ def with_sites(
 
 def _own(state: TrainState, error: Tree) -> Sites:
     return Sites(state.params, state.router_bias, state.optimizer, state.load_LE, error)
-
-
-def first_sites(like: Sites, params: Tree, router_bias: Tree, moments: Any) -> Sites:
-    """Returns the first state of all sites, each with these weights and moments.
-
-    Args:
-      like: its shapes.
-    """
-    return _begin(like, (params, router_bias, moments))
-
-
-def sites_to_read(like: Sites, count: int, over: Axes) -> Sites:
-    """Returns what a run reads of a checkpoint of another number of sites: moments alone.
-
-    Args:
-      like: the run's own, with shardings.
-      count: sites of the checkpoint.
-      over: mesh axes along which the run's sites lie.
-    """
-    sites = jax.tree.leaves(like.params)[0].shape[0]
-    shared = over if count % sites == 0 else None
-
-    def moment(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(x.sharding.mesh, P(shared, *x.sharding.spec[1:]))
-        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
-
-    return Sites(None, None, jax.tree.map(moment, like.optimizer), None, None)
-
-
-def sites_at(like: Sites, params: Tree, router_bias: Tree, moments: Any) -> Sites:
-    """Returns the state of sites that go on from outer weights, each with the mean of moments.
-
-    Args:
-      like: its shapes.
-      moments: of any number of sites, along the first dimension.
-    """
-
-    def mean(x: jax.Array) -> jax.Array:
-        return jnp.max(x, 0) if jnp.issubdtype(x.dtype, jnp.integer) else jnp.mean(x, 0)
-
-    return _begin(like, (params, router_bias, jax.tree.map(mean, moments)))
-
-
-def _begin(like: Sites, own: tuple[Tree, Tree, Any]) -> Sites:
-    params, router_bias, moments = jax.tree.map(
-        lambda like, x: jnp.broadcast_to(x, like.shape),
-        (like.params, like.router_bias, like.optimizer),
-        own,
-    )
-    load_LE, error = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (like.load_LE, like.error))
-    return Sites(params, router_bias, moments, load_LE, error)

@@ -3,6 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.layout.layout import Axes
 
 Tree = Any  # a pure dict of arrays
 Leaf = Any  # an array, or its shape or sharding
@@ -80,3 +85,54 @@ class Metrics(NamedTuple):
     # By expert layer, of the recorded choices those that the router makes too, and all; None
     # without recorded experts.
     replayed_L2: Leaf = None
+
+
+def first_sites(like: Sites, params: Tree, router_bias: Tree, moments: Any) -> Sites:
+    """Returns the first state of all sites, each with these weights and moments.
+
+    Args:
+      like: its shapes.
+    """
+    return _begin(like, (params, router_bias, moments))
+
+
+def sites_to_read(like: Sites, count: int, over: Axes) -> Sites:
+    """Returns what a run reads of a checkpoint of another number of sites: moments alone.
+
+    Args:
+      like: the run's own, with shardings.
+      count: sites of the checkpoint.
+      over: mesh axes along which the run's sites lie.
+    """
+    sites = jax.tree.leaves(like.params)[0].shape[0]
+    shared = over if count % sites == 0 else None
+
+    def moment(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(x.sharding.mesh, P(shared or None, *x.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
+
+    return Sites(None, None, jax.tree.map(moment, like.optimizer), None, None)
+
+
+def sites_at(like: Sites, params: Tree, router_bias: Tree, moments: Any) -> Sites:
+    """Returns the state of sites that go on from outer weights, each with the mean of moments.
+
+    Args:
+      like: its shapes.
+      moments: of any number of sites, along the first dimension.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.max(x, 0) if jnp.issubdtype(x.dtype, jnp.integer) else jnp.mean(x, 0)
+
+    return _begin(like, (params, router_bias, jax.tree.map(mean, moments)))
+
+
+def _begin(like: Sites, own: tuple[Tree, Tree, Any]) -> Sites:
+    params, router_bias, moments = jax.tree.map(
+        lambda like, x: jnp.broadcast_to(x, like.shape),
+        (like.params, like.router_bias, like.optimizer),
+        own,
+    )
+    load_LE, error = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (like.load_LE, like.error))
+    return Sites(params, router_bias, moments, load_LE, error)

@@ -29,17 +29,10 @@ from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, layouts_of, parameter_sizes
 from moejax.step.optimizer import Optimizer
-from moejax.step.outer import (
-    build_outer,
-    first_sites,
-    site_step,
-    sites_at,
-    sites_to_read,
-    with_sites,
-)
+from moejax.step.outer import build_outer, own_step, site_step, with_sites
 from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.pipeline import forward as staged_forward
-from moejax.step.state import Batch, TrainState, Tree
+from moejax.step.state import Batch, TrainState, Tree, first_sites, sites_at, sites_to_read
 
 
 @dataclass(frozen=True)
@@ -176,14 +169,14 @@ class TrainStep:
 
     @property
     def num_sites(self) -> int:
-        """Number of sites of an outer loop."""
-        return self.layout.size(self.layout.replica)
+        """Number of sites of an outer loop in this program."""
+        return self.layout.size(self.site.layout.sites)
 
     def of_sites(self, count: int) -> TrainState:
         """Returns the abstract state that this run reads of a checkpoint of so many sites."""
         like = self.abstract.sites
         assert like is not None, "the run has an outer loop"
-        return self.abstract._replace(sites=sites_to_read(like, count, self.layout.replica))
+        return self.abstract._replace(sites=sites_to_read(like, count, self.site.layout.sites))
 
     def at_sites(self, state: TrainState) -> TrainState:
         """Returns the state with its weights at every site, and the mean of the sites' moments.
@@ -272,8 +265,10 @@ class TrainStep:
         """The jitted step: (state, batch) -> (state, metrics). Donates the state."""
         body = partial(train_step, self.model, self._optimizer)
         if self.abstract.sites is not None:
-            outer = build_outer(self.cfg, self.site)
-            body = partial(site_step, self.site, _build_optimizer(self.site), outer)
+            optimizer = _build_optimizer(self.site)
+            body = partial(own_step, self.site, optimizer)
+            if self.cfg.outer.hub is None:
+                body = partial(site_step, self.site, optimizer, build_outer(self.cfg, self.site))
         return self._jitted(body, (self._state_specs, P()), donate_argnums=0)
 
     @cached_property
@@ -379,7 +374,7 @@ def build_step(
     spec = build_spec(cfg, mesh, platform, codecs, tables=tables, **form)
     model, weights, router_bias = describe_model(cfg, spec)
     site = model
-    if cfg.outer.every is not None:
+    if cfg.outer.every is not None and cfg.outer.hub is None:
         site, _, _ = describe_model(cfg, replace(spec, layout=spec.layout.site))
     shapes, specs = _describe_state(site, weights, router_bias)
     if cfg.outer.every is not None:

@@ -112,6 +112,7 @@ def open_inputs(cfg: Config) -> Inputs:
         shuffle=data.shuffle,
         repeat=data.repeat,
         isolate_documents=data.isolate_documents,
+        share=(cfg.outer.site, cfg.outer.sites),
     )
     ordered.check_steps(cfg.train.num_steps)
     return Inputs(cfg, ordered, held_out, tokenizer, train.vocab_size, describe_sources(sources))

@@ -10,7 +10,7 @@
 All processes run this code. Process 0 alone writes records and shows lines.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ from moejax.config.checks.paths import check_places
 from moejax.config.load import save_json
 from moejax.config.schema import Config
 from moejax.data.sources import keep_tokenizer
-from moejax.errors import DivergedError, ReplicasError
+from moejax.errors import DivergedError, InputError, ReplicasError
 from moejax.plan.cluster.topology import Topology
 from moejax.runtime.assignment import Assignment, find_assignment
 from moejax.runtime.patches import let_orbax_begin_again
@@ -63,6 +63,8 @@ from moejax.train.records.summary import memory_warnings, print_summary
 from moejax.train.records.trackers import check_trackers, open_trackers
 from moejax.train.rollback import run_with_rollbacks
 from moejax.train.run import OnStep, Run, Start
+from moejax.train.sites.hub import token_of
+from moejax.train.sites.site import Site
 from moejax.train.start import (
     check_disk,
     check_has_base,
@@ -116,6 +118,8 @@ def train(cfg: Config, console: Console, on_step: OnStep | None = None) -> RunEn
     check_places(cfg)
     check_simulated_devices(cfg)
     check_trackers(cfg)
+    if cfg.outer.hub is not None:
+        token_of(None)
     inputs, assignment = open_inputs(cfg), find_assignment()
     while True:  # once, or once for each set of hosts
         end = train_together(cfg, inputs, console, assignment, on_step)
@@ -164,6 +168,12 @@ def join_program(
     with join() as processes:
         let_orbax_begin_again(processes.gather)
         check_same_config(cfg, processes)
+        if cfg.outer.hub is not None and processes.count > 1:
+            raise InputError(
+                f"`outer.hub` is {cfg.outer.hub}, and this program has {processes.count} "
+                "processes. A site that is a run of its own is one process so far. Start one, or "
+                "set outer.hub=none and make sites of mesh.replica."
+            )
         lock = processes.together(lambda: claim(run_dir, patience_s) if processes.first else None)
         shown = console if processes.first else screen(quiet=True)
         with nullcontext() if lock is None else closing(lock), watching(cfg, processes) as watch:
@@ -235,7 +245,7 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
 
     base = base_of(cfg, origin.source)
     with start.watch.during("restore"), naming_failed_allocation(train_step):
-        state, recent = restore(start, origin, train_step, base, records)
+        state, facts = restore(start, origin, train_step, base, records)
     step = int(state.step)
     checkpoints = open_checkpoints(cfg, processes, records, console, origin.copies)
     meter = record_start(records, step, planned, processes)
@@ -244,7 +254,8 @@ def start_run(start: Start, origin: Origin, new_links: Topology | None) -> tuple
     memory = origin.memory.begin_saves(train_step, inputs.content, base, records.event, warn)
     run = Run(cfg, train_step, inputs, checkpoints, records, meter, display, console)
     run.processes, run.watch, run.assignment = processes, start.watch, start.assignment
-    run.memory, run.base, run.recent, run.on_step = memory, base, recent, start.on_step
+    run.memory, run.base, run.recent = memory, base, facts.get(RECENT, {})
+    run.on_step, run.site = start.on_step, join_sites(run, facts)
     if keeps_on_host(cfg):
         run.headroom = Headroom(needed_of(train_step), processes)
     if processes.first and cfg.model.has_experts:
@@ -302,8 +313,8 @@ def restore(
     train_step: TrainStep,
     base: dict[str, str] | None,
     records: Records,
-) -> tuple[TrainState, dict[str, Any]]:
-    """Returns the state to go on from, and `Run.recent`: the losses up to it.
+) -> tuple[TrainState, Mapping[str, Any]]:
+    """Returns the state to go on from, and the entries of its manifest.
 
     The state comes from hosts' memory if a newer step is there, else from the checkpoint, else from
     `checkpoint.init_from`, else from the seed. Frozen weights always come from
@@ -316,7 +327,21 @@ def restore(
         train_step, inputs.content, inputs.skipped, base, say, note
     ) or resume(train_step, origin.saved, origin.choose, processes, console, note)
     state = initial_state(train_step, found.state, origin.source, console, processes)
-    return state, found.facts.get(RECENT, {})
+    return state, found.facts
+
+
+def join_sites(run: Run, facts: Mapping[str, Any]) -> Site | None:
+    """Joins the other sites of an outer loop, if they are runs of their own.
+
+    Args:
+      facts: entries of the manifest of the state that was restored.
+    """
+    if run.cfg.outer.hub is None:
+        return None
+    waiting = partial(run.watch.during, "sites")
+    site = Site(run.train_step, run.processes, waiting, run.records.event)
+    site.resume(facts)
+    return site
 
 
 def open_records(

@@ -62,6 +62,12 @@ def replay(cfg: Config, step: int, console: Console) -> bool:
     """
     check_adapters(cfg)
     check_has_base(cfg)
+    if cfg.outer.hub is not None:
+        raise InputError(
+            "a step of a site is not run again alone: what other sites sent is at the hub. Got "
+            f"`outer.hub` = {cfg.outer.hub}. A copy of the hub's rounds.jsonl in an empty folder "
+            "lets new runs repeat all rounds."
+        )
     check_simulated_devices(cfg)
     inputs = open_inputs(cfg)
     with join() as processes:

@@ -95,5 +95,7 @@ def _state_before(run: Run, bad: BadSteps) -> tuple[TrainState, dict[str, Any]]:
     for text in dict.fromkeys((*notes, *more)):
         note(text)
     found = resume(train_step, saved, choose, processes, run.console, note)
+    if run.site is not None:
+        run.site.resume(found.facts)
     state = initial_state(train_step, found.state, source, run.console, processes)
     return state, found.facts.get(RECENT, {})

@@ -21,6 +21,7 @@ from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.records.display import Display
 from moejax.train.records.metrics import Meter, Records
 from moejax.train.records.start_record import ExpertLoads
+from moejax.train.sites.site import Site
 
 
 class OnStep(NamedTuple):
@@ -71,6 +72,8 @@ class Run:
       assignment: of a process whose program's hosts may change.
       reassigned: whether the loop ended because they do.
       on_step: called between steps.
+      site: rounds with other runs, with `outer.hub`.
+      save_is_late: whether a checkpoint was due within a round.
     """
 
     cfg: Config
@@ -93,6 +96,13 @@ class Run:
     assignment: Assignment | None = None
     reassigned: bool = False
     on_step: OnStep | None = None
+    site: Site | None = None
+    save_is_late: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether no part of the state is on its way to other sites: it can be saved."""
+        return self.site is None or self.site.between_rounds
 
     @property
     def hosts_change(self) -> bool:
@@ -125,6 +135,8 @@ class Run:
     def close(self) -> None:
         """Waits for saves under way, and closes all records."""
         self.watch.enter("finish")
+        if self.site is not None:
+            self.site.close()
         self.checkpoints.close()
         if self.memory is not None:
             self.memory.close()

@@ -17,7 +17,7 @@ from moejax.data.skipped import data_position
 from moejax.errors import ReplicasError
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Stop
-from moejax.step.state import TrainState
+from moejax.step.state import Batch, Metrics, TrainState
 from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate
 from moejax.train.faults.bad_steps import RECENT, StepCheck
@@ -57,7 +57,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             run_step, codecs = schedule.step_for(step)
             shown = show_codecs(run, step, codecs, shown)
             profile.before(step + 1)
-            state, metrics = run_step(state, batch)
+            state, metrics = one_step(run, run_step, state, batch, step)
             step += 1
             run.meter.add(metrics)
             end_profile(run, profile, step, metrics, schedule.program)
@@ -66,11 +66,11 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             if run.meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, step, metrics)
             look_at_memory(run, step, cfg.train.log_every, *watched)
-            stop = stopping.after(step, interrupt.requested or run.must_end)
-            if step == last or stop or due(step, *watched):
+            stop = run.whole and stopping.after(step, interrupt.requested or run.must_end)
+            saves = save_due(run, step)
+            if step == last or stop or saves or due(step, *watched):
                 check.settle(step, metrics)
-            saves = due(step, cfg.checkpoint.save_every) and not check.suspicious
-            if saves or step == last or stop:
+            if (saves := saves and not check.suspicious) or step == last or stop:
                 save(run, step, state)
             else:
                 between_saves(run, step, state, suspicious=check.suspicious)
@@ -81,6 +81,24 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             between_steps(run, state, step, lambda: interrupt.requested)
             run.watch.enter("input", step + 1)
     return state, False
+
+
+def one_step(
+    run: Run, run_step: Callable, state: TrainState, batch: Batch, step: int
+) -> tuple[TrainState, Metrics]:
+    """Runs the step after `step`. A site that is a run of its own begins or ends a round there."""
+    if run.site is None:
+        return run_step(state, batch)
+    state = run.site.before(step, state)
+    state, metrics = run_step(state, batch)
+    return run.site.after(step + 1, state), metrics
+
+
+def save_due(run: Run, step: int) -> bool:
+    """Returns whether to save after a step; within a round of sites it is put off to its end."""
+    found = run.save_is_late or due(step, run.cfg.checkpoint.save_every)
+    run.save_is_late = found and not run.whole
+    return found and run.whole
 
 
 def look_at_memory(run: Run, step: int, *every: int | None) -> None:
@@ -233,8 +251,10 @@ def between_saves(run: Run, step: int, state: TrainState, *, suspicious: bool) -
     """Compares copies of the state, and saves it to hosts' memory if not suspicious, where due."""
     if due(step, run.cfg.train.compare_every):
         compare(run, step, state)
-    if run.memory is not None and due(step, run.cfg.checkpoint.memory_every) and not suspicious:
+    keeps = run.memory is not None and run.whole and not suspicious
+    if keeps and due(step, run.cfg.checkpoint.memory_every):
         facts = describe_data(run, step)
+        assert run.memory is not None
         run.memory.save(step, arrays_of(state), facts, run.watch.during("save", step))
 
 
@@ -258,4 +278,5 @@ def describe_data(run: Run, step: int) -> dict[str, Any]:
     """Returns a manifest's entries about the position in the data, and the losses up to a step."""
     skipped = run.inputs.skipped
     position = data_position(step, skipped)
-    return {"data_position": position, ENTRY: to_json(skipped), RECENT: run.recent}
+    rounds = {} if run.site is None else run.site.facts()
+    return {"data_position": position, ENTRY: to_json(skipped), RECENT: run.recent, **rounds}

@@ -106,6 +106,7 @@ model.sliding_window=2 data.sequence_length=2
 mesh.stage=2 train.micro_batches=4
 mesh.replica=2 outer.every=16 outer.codec=int8+feedback compression.block=64
 plan.mode=hand outer.every=1 outer.codec=none outer.momentum=0
+plan.mode=hand outer.every=1 outer.hub=[::1]:8470 outer.site=1 outer.sites=2
 """
 
 
@@ -320,6 +321,10 @@ memory.experts=host -> `memory.experts` is host, and `outer.every` is 4
 plan.mode=auto -> the planner would choose the number of sites ... plan.mode=hand
 outer.codec=loco -> `outer.codec` is `loco` ... none or one of bfloat16, int8
 outer.codec=int4+stochastic -> `outer.codec` is `int4+stochastic` ... may have +feedback
+outer.hub=somewhere -> `outer.hub` is somewhere ... must be HOST:PORT
+outer.hub=here:70000 -> `outer.hub` is here:70000 ... must be HOST:PORT
+outer.hub=here:1 outer.site=2 outer.sites=2 -> `outer.site` = 2, and `outer.sites` is 2
+outer.hub=here:1 outer.order=all -> `outer.order` is all, and `outer.hub` is set
 """
 
 
@@ -422,6 +427,8 @@ compression.dense_gradient: gradients of adapters are not compressed
 lora.rank=4 compression=hybrid compression.start_layer=1 -> compression.start_layer: of adapters
 mesh.replica=2 outer.codec=none -> outer.codec: `outer.every` is none
 mesh.replica=2 outer.rate=1 -> outer.rate: `outer.every` is none
+mesh.replica=2 outer.hub=here:1 -> outer.hub: `outer.every` is none
+mesh.replica=2 outer.every=4 outer.sites=2 -> outer.sites: `outer.hub` is none
 mesh.replica=2 outer.every=4 outer.codec=none compression.block=64 -> \
 compression.block: so is the codec of an outer loop
 """

@@ -57,7 +57,7 @@ FIELD_NAMES = {
         "beta1 beta2 clip_norm epsilon final_fraction learning_rate muon_learning_rate "
         "muon_momentum name schedule warmup_steps weight_decay"
     ),
-    "outer": "codec every momentum order rate",
+    "outer": "codec every hub momentum order rate site sites",
     "plan": "codecs documents keep mode replan routing seconds topology traces",
     "profile": "num_steps start_step",
     "track": "mlflow wandb",

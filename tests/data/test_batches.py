@@ -72,6 +72,19 @@ def test_every_epoch_visits_every_sequence_once(steps, B, seed):
     assert _order(plain, range(2 * steps)) == [*range(steps * B)] * 2
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_sites_take_turns_and_read_what_one_run_of_larger_batches_does(shuffle):
+    one = _batches(_count_up(97), B=6, shuffle=shuffle)
+    sites = [_batches(_count_up(97), B=2, shuffle=shuffle, share=(i, 3)) for i in range(3)]
+    for step in range(7):
+        found = [site for own in sites for site in _order(own, [step])]
+        assert found == _order(one, [step])
+    once = _batches(_count_up(97), B=2, repeat=False, share=(1, 3))
+    once.check_steps(4)  # 24 sequences
+    with pytest.raises(InputError, match=r"5 steps need 30 sequences.*num_steps to 4"):
+        once.check_steps(5)
+
+
 def test_order_differs_between_epochs_and_seeds():
     source = _count_up(64 * 4 + 1)
     orders = [

@@ -141,14 +141,18 @@ def records(run_dir, event=None):
     return [line for line in lines if event in (None, line["event"])]
 
 
-def final_state(run_dir):
-    """Every array of the newest checkpoint, restored onto this process's devices."""
+def final_state(run_dir, part=lambda state: state):
+    """Every array of the newest checkpoint, restored onto this process's devices.
+
+    Args:
+      part: takes the state, and returns what is wanted of it.
+    """
     saved, notes = newest(run_dir / "checkpoints", "full")
     assert notes == []
     cfg = load_config(run_dir / "config.json")
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
     state = restore_state(saved, step_for(cfg).abstract)
-    return saved.step, [np.asarray(x) for x in jax.tree.leaves(state)]
+    return saved.step, [np.asarray(x) for x in jax.tree.leaves(part(state))]
 
 
 def assert_same_end(one, other):

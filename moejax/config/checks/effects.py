@@ -101,9 +101,14 @@ _OF_MESH: tuple[_Effect, ...] = (
         "`compression` is none, and so is the codec of an outer loop",
     ),
     (
-        "outer.rate outer.momentum outer.codec outer.order",
+        "outer.rate outer.momentum outer.codec outer.order outer.hub",
         lambda cfg: cfg.outer.every is not None,
         "`outer.every` is none, so there is no outer loop",
+    ),
+    (
+        "outer.site outer.sites",
+        lambda cfg: cfg.outer.hub is not None,
+        "`outer.hub` is none, so the sites are the copies along mesh.replica",
     ),
     (
         "checkpoint.memory_dir",

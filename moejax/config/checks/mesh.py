@@ -249,6 +249,27 @@ def check_outer(cfg: Config) -> None:
         f"`outer.every` is {cfg.outer.every}, and the planner would choose the number of sites, "
         "which changes training. Set mesh.replica to it, and plan.mode=hand.",
     )
+    if cfg.outer.hub is not None:
+        _check_hub(cfg)
+
+
+def _check_hub(cfg: Config) -> None:
+    """Checks what a site that is a run of its own needs."""
+    outer, (host, _, port) = cfg.outer, (cfg.outer.hub or "").rpartition(":")
+    require(
+        bool(host) and port.isdecimal() and 0 < int(port) < 65536,
+        f"`outer.hub` is {outer.hub}. It is where `moejax sites` listens. It must be HOST:PORT.",
+    )
+    require(
+        outer.site < outer.sites,
+        f"`outer.site` = {outer.site}, and `outer.sites` is {outer.sites}. Sites are numbered from "
+        "zero. Choose a smaller outer.site, or raise outer.sites at all sites.",
+    )
+    require(
+        outer.order == "layers",
+        f"`outer.order` is {outer.order}, and `outer.hub` is set. Sites that are runs of their own "
+        "send a part in each round. Set outer.order=layers, or outer.hub=none.",
+    )
 
 
 def check_batch(cfg: Config) -> None:

@@ -58,17 +58,20 @@ class Inbox(NamedTuple):
     lock: threading.Lock
 
 
-class Server:
-    """Listens for the other processes of the run, in threads of its own."""
+class Listener:
+    """Listens for connections that begin with the token, and answers each in a thread."""
 
-    def __init__(self, listen_at: tuple[str, int], token: str, folder: Path):
-        """Listens at an address (port 0: any port) and serves the slots of a folder."""
-        self._token, self._folder = token, folder
-        self.inboxes: Mapping[int, Inbox] = {}  # by sender; empty before the first save
+    def __init__(self, listen_at: tuple[str, int], token: str):
+        """Listens at an address (port 0: any port)."""
+        self._token = token
         self._closed = threading.Event()
         self._socket = listen(*listen_at)
         self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="memory server", daemon=True).start()
+        threading.Thread(target=self._accept, name=type(self).__name__, daemon=True).start()
+
+    def answer(self, asked: dict[str, Any], reader: BinaryIO, connection: socket.socket) -> None:
+        """Answers what the first line of a connection asks. Errors of what it says are sent."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stops listening."""
@@ -100,13 +103,27 @@ class Server:
                 return
             connection.settimeout(PATIENCE_S)
             try:
-                if asked.get("kind") == "put":
-                    self._take(asked, reader, connection)
-                    connection.sendall(line({"ok": True}))
-                elif asked.get("kind") == "get":
-                    self._give(asked, reader, connection)
+                self.answer(asked, reader, connection)
             except (SlotError, KeyError, TypeError, ValueError) as error:
                 connection.sendall(line({"error": f"{error}"[:500]}))
+
+
+class Server(Listener):
+    """Listens for the other processes of the run."""
+
+    def __init__(self, listen_at: tuple[str, int], token: str, folder: Path):
+        """Listens at an address (port 0: any port) and serves the slots of a folder."""
+        self._folder = folder
+        self.inboxes: Mapping[int, Inbox] = {}  # by sender; empty before the first save
+        super().__init__(listen_at, token)
+
+    def answer(self, asked: dict[str, Any], reader: BinaryIO, connection: socket.socket) -> None:
+        """Takes the copy of another process, or gives parts of slots."""
+        if asked.get("kind") == "put":
+            self._take(asked, reader, connection)
+            connection.sendall(line({"ok": True}))
+        elif asked.get("kind") == "get":
+            self._give(asked, reader, connection)
 
     def _take(self, asked: Mapping[str, Any], reader: BinaryIO, connection: socket.socket) -> None:
         """Writes the copy of a sender to the slot that it names."""

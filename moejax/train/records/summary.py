@@ -110,9 +110,10 @@ def print_summary(
     if train_step.spec.compression != NO_COMPRESSION:
         table.add_row("codecs across nodes", describe_codecs(train_step.spec.codecs))
     if (outer := cfg.outer).every is not None:
-        what = f"1 / {outer.every} of the model in each step"
+        what = f"1 / {outer.every} of the model in each {'round' if outer.hub else 'step'}"
         how = what if outer.order == "layers" else f"all of the model after {outer.every} steps"
-        sites = f"{train_step.num_sites}, which average {how}; codec {outer.codec}"
+        count = f"this is {outer.site} of {outer.sites}" if outer.hub else train_step.num_sites
+        sites = f"{count}, which average {how}; codec {outer.codec}"
         table.add_row("sites", sites)
     steps = f"{summary.tokens_per_step:,} tokens a step, {cfg.train.num_steps:,} steps"
     table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
