@@ -396,3 +396,8 @@ class Topology:
 def same_links(link: Link) -> dict[str, Link]:
     """Returns the same link for every kind of collective."""
     return dict.fromkeys(KINDS, link)
+
+
+def names_of(nodes: Sequence[int], topology: Topology) -> str:
+    """Returns the names of nodes as text."""
+    return " ".join(map(topology.name_of, nodes))

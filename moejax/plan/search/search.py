@@ -22,6 +22,7 @@ from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.fields import change, get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError
+from moejax.plan.cluster.pairs import Groups
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import (
     PricedPlan,
@@ -38,6 +39,48 @@ from moejax.plan.search.fitting import Fitting
 from moejax.plan.search.space import Limits
 
 
+@dataclass(frozen=True)
+class Sites:
+    """A plan with an outer loop: see `plan.search.sites`.
+
+    Attributes:
+      groups: nodes of each site.
+      order: all nodes, in the order that the plan is for.
+      at_once: the same plan where all of the model is sent after a period, and the step waits.
+      hidden: whether the step hides what sites send.
+    """
+
+    plan: PricedPlan
+    groups: Groups
+    order: tuple[int, ...]
+    at_once: PricedPlan
+    hidden: bool
+
+
+@dataclass(frozen=True)
+class FoundSites:
+    """What a search for sites found.
+
+    Attributes:
+      best: None if no nodes form sites.
+      others: other numbers of sites.
+      without: the best plan without an outer loop; None if none was looked for.
+      notes: why some nodes that belong together are no sites.
+    """
+
+    best: Sites | None
+    others: tuple[Sites, ...]
+    without: PricedPlan | None
+    notes: tuple[str, ...]
+
+    def order(self, plan: PricedPlan) -> tuple[int, ...] | None:
+        """Returns the nodes in the order that a plan is for; None: as they are."""
+        if self.best is None or self.best.plan is not plan:
+            return None
+        order = self.best.order
+        return None if order == tuple(range(len(order))) else order
+
+
 @dataclass
 class SearchResult:
     """The result of a search.
@@ -52,6 +95,7 @@ class SearchResult:
       host_budget: bytes of a node's host that a plan may use.
       rules: plans of `space.RULES`, fastest first, each made lighter until it fits; those that
         cannot fit stand at the end.
+      sites: what `plan.sites` asked for; None: nothing.
     """
 
     ranked: list[PricedPlan]
@@ -63,6 +107,7 @@ class SearchResult:
     cut: str | None = None
     rules: dict[str, PricedPlan] = field(default_factory=dict)
     host_budget: float = math.inf
+    sites: FoundSites | None = None
 
     def fits(self, plan: PricedPlan) -> bool:
         """Returns whether a plan fits devices and hosts."""
