@@ -31,7 +31,7 @@ from moejax.plan.search.space import Limits
 PERIODS = tuple(2**n for n in range(2, 10))
 USUAL = 32  # a period up to which a more exact codec is worth more than a shorter period
 CODECS = ("none", "int8", "int4+feedback")  # the most exact first
-HIDDEN = 0.02  # of a step: sites may wait so much longer than with the longest period
+HIDDEN = 0.02  # of a step: so much of it may wait for what sites send, but logged numbers
 NEAR = 0.02  # fewer sites are chosen if they are slower by no more
 FIXED = {  # of a plan with sites, as `config.checks.mesh.check_outer` has it
     "mesh.stage": 1,
@@ -212,10 +212,10 @@ def _shortest(
 
     The most exact codec with which a period up to `USUAL` does, else the last one.
     """
-    least = waited(start)  # logged numbers, which no period hides
+    logged = _logged(start)
 
     def hides(plan: PricedPlan) -> bool:
-        return found.fits(plan) and waited(plan) - least <= HIDDEN * plan.seconds
+        return found.fits(plan) and waited(plan) - logged <= HIDDEN * plan.seconds
 
     def shortest(codec: str, allowed: tuple[int, ...]) -> tuple[PricedPlan, bool]:
         """Halves the range of periods, since longer ones hide what shorter ones do."""
@@ -257,6 +257,18 @@ def _price(start: PricedPlan, question: _Question, changes: dict) -> PricedPlan:
 def waited(plan: PricedPlan) -> float:
     """Returns the seconds of a step in which nothing is computed because of the outer loop."""
     return sum(share * step.totals.exposed.get("outer", 0.0) for share, step in plan.parts)
+
+
+def _logged(plan: PricedPlan) -> float:
+    """Returns the seconds in which sites exchange logged numbers, which no period hides."""
+    step = plan.main
+    return sum(
+        task.seconds
+        for op, task in zip(step.ops, step.timeline.tasks, strict=True)
+        if op.collective is not None
+        and op.collective.traffic == "outer"
+        and not op.collective.beside
+    )
 
 
 def _names(groups: Groups, topology: Topology) -> str:
