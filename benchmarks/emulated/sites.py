@@ -4,8 +4,9 @@ Each emulated host is a site: one process, so that only what crosses sites cross
 parallel training sums gradients over sites in every step, in float32 and in int4 with feedback;
 stages pass hidden states on, with the codecs of `strong`; the outer loop averages weights, all at
 once after a period of steps, or a part in each step beside its computation, in int4 with feedback.
-All run in turns. Links shape bandwidth, not latency. The rate alone is that of the same way where
-the link is not shaped. Needs root, ip and tc. Writes sites.json and sites.md.
+All run in turns. The rate alone is that of the same way where the link is not shaped. Each cluster
+is probed before, and each way priced by what was probed. Links shape bandwidth, not latency.
+Needs root, ip and tc. Writes sites.json and sites.md.
 
     python -m benchmarks.emulated.sites --out benchmarks/results
     BENCH_SMALL=1 python -m benchmarks.emulated.sites --out /tmp/sites

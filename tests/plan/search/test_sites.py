@@ -9,8 +9,9 @@ import pytest
 from moejax.config.checks.planned import CHOSEN
 from moejax.config.fields import change
 from moejax.errors import InputError
-from moejax.plan.price.candidate import PricedPlan, price, trace_config
+from moejax.plan.price.candidate import PricedPlan, price
 from moejax.plan.price.routing import read_expert_load
+from moejax.plan.report import sites as report
 from moejax.plan.report.sites import advice_text, order_text, sites_texts
 from moejax.plan.report.tables import plan_text, remarks
 from moejax.plan.search import sites, space
@@ -50,6 +51,7 @@ class FakePlan(PricedPlan):
     def __init__(self, cfg, seconds, waited):
         step = SimpleNamespace(totals=SimpleNamespace(exposed={"outer": waited}))
         vars(self).update(cfg=cfg, seconds=seconds, parts=((1.0, step),))
+        vars(self)["traced"] = self
 
     __eq__, __hash__, __repr__ = object.__eq__, object.__hash__, object.__repr__
 
@@ -257,35 +259,47 @@ def test_the_chosen_sites_are_the_best_of_all_by_brute_force():
     assert "copies are sites, H = " in plan_text(best.cfg)
 
 
-def result_of(topology, **mesh):
-    cfg = change(model(**{"plan.sites": False}), {f"mesh.{n}": v for n, v in mesh.items()})
-    one = space.resolve(cfg, limits_of(cfg, topology))
-    assert one is not None
-    plan = price(trace_config(one, "cpu"), topology, LOAD)
-    return SearchResult([plan], 1, 1, 0, 1e9, 1.0)
+def result_of(cfg, seconds):
+    return SearchResult([FakePlan(cfg, seconds, 0.0)], 1, 1, 0, 1e9, 1.0)
 
 
-def test_links_that_cost_much_are_told_and_others_are_not():
-    slow = four()
-    found = result_of(slow, replica=8)
-    text = advice_text(found, slow, LOAD)
+def priced_by(monkeypatch, seconds_on):
+    """Prices plans again by a formula of the topology."""
+
+    def price_again(plan, topology, _):
+        return FakePlan(plan.cfg, seconds_on(topology), 0.0)
+
+    monkeypatch.setattr(report, "price", price_again)
+
+
+def test_links_that_cost_much_are_told_and_others_are_not(monkeypatch):
+    topology, found = four(near()), result_of(model(**{"plan.sites": False}), 3.0)
+    seen = []
+    priced_by(monkeypatch, lambda ideal: seen.append(ideal) or 1.5)
+    text = advice_text(found, topology, LOAD)
+    assert "2.0 x as long" in text
     assert "`plan.sites=true`" in text
-    quick = cluster(inside=2, nodes=4, slow=1e9)
-    fast = replace(found, ranked=[price(found.ranked[0].traced, quick, LOAD)])
-    assert advice_text(fast, quick, LOAD) is None
+    (ideal,) = seen
+    assert ideal.tiers[1].links == topology.tiers[0].links
+    assert ideal.pairs == ()
+    priced_by(monkeypatch, lambda _: 2.5)
+    assert advice_text(found, topology, LOAD) is None
+    one = replace(cluster(inside=8, nodes=1), tiers=cluster(inside=8).tiers[:1])
+    assert advice_text(found, one, LOAD) is None
 
 
-def test_stages_along_fast_links_are_told():
+def test_a_faster_order_of_nodes_is_told(monkeypatch):
     """Of nodes a, b, c, d the links a-c, c-b and b-d are fast: stages should pass that way."""
     links = ({0, 2}, {2, 1}, {1, 3})
     pairs = tuple(
         tuple(0.0 if a == b else 4e7 if {a, b} in links else 1e6 for b in range(4))
         for a in range(4)
     )
-    topology = four(pairs)
-    found = result_of(topology, stage=4, fsdp=2)
-    assert order_text(found, replace(topology, pairs=()), LOAD) is None
+    topology, found = four(pairs), result_of(model(**{"plan.sites": False}), 3.0)
+    priced_by(monkeypatch, lambda moved: 1.5 if moved.pairs[0][1] == 4e7 else 3.0)
     text = order_text(found, topology, LOAD)
-    moved = price(found.ranked[0].traced, topology.reordered((0, 2, 1, 3)), LOAD).seconds
-    assert "with nodes numbered a c b d" in text
-    assert f"{moved / found.ranked[0].seconds:.2f} x this plan's time" in text
+    assert text.startswith("with nodes numbered a c b d, along fast links, it would take 0.50 x")
+    assert order_text(found, replace(topology, pairs=()), LOAD) is None
+    assert order_text(found, topology.reordered((0, 2, 1, 3)), LOAD) is None
+    priced_by(monkeypatch, lambda _: 2.9)
+    assert order_text(found, topology, LOAD) is None
