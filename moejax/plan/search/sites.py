@@ -26,8 +26,8 @@ from moejax.plan.search.budget import default_budget
 from moejax.plan.search.search import SAME, FoundSites, SearchResult, Sites, search
 from moejax.plan.search.space import Limits
 
-# Steps of a period. Published runs have up to 500 (arXiv 2311.08105, which sees little loss there)
-# and 30 to 100 where parts are sent in turns (arXiv 2501.18512).
+# Steps of a period. DiLoCo ends as data parallel training does at 500 (arXiv 2311.08105), and work
+# after it trains with tens of steps (arXiv 2501.18512, 2503.09799): decision 0040.
 PERIODS = tuple(2**n for n in range(2, 10))
 USUAL = 32  # a period up to which a more exact codec is worth more than a shorter period
 CODECS = ("none", "int8", "int4+feedback")  # the most exact first
