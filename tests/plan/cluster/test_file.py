@@ -271,7 +271,7 @@ def test_a_tier_may_be_slower_in_one_kind(tmp_path):
 
 def test_the_example_of_the_page_is_a_topology():
     page = (Path(__file__).parents[3] / "docs/formats/topology.md").read_text()
-    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    links, example = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     topology = from_json(json.loads(example), "docs/formats/topology.md")
     assert (topology.devices, topology.nodes) == (16, 2)
     known = load_topology("h200:2")
@@ -280,3 +280,6 @@ def test_the_example_of_the_page_is_a_topology():
         assert rates[0] == rates[1]
     for dtype, curve in topology.device.products.items():
         assert set(curve) <= set(known.device.products[dtype])
+    places = from_json(json.loads(example) | json.loads(f"{{{links}}}"), "docs/formats/topology.md")
+    assert places.groupings()[1] == ((0, 1), (2, 3))
+    assert places.ratios("all_gather", ((0, 1),))[1] == pytest.approx((1 / 50, 1 / 40))
