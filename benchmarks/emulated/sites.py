@@ -5,8 +5,8 @@ parallel training sums gradients over sites in every step, in float32 and in int
 stages pass hidden states on, with the codecs of `strong`; the outer loop averages weights, all at
 once after a period of steps, or a part in each step beside its computation, in int4 with feedback.
 All run in turns. The rate alone is that of the same way where the link is not shaped. Each cluster
-is probed before, and each way priced by what was probed. Links shape bandwidth, not latency.
-Needs root, ip and tc. Writes sites.json and sites.md.
+is probed before, and each way priced by what was probed. In the last case a process carries all
+frames between sites 100 ms late, as kernels may lack what delays them. Needs root, ip and tc. Writes sites.json and sites.md.
 
     python -m benchmarks.emulated.sites --out benchmarks/results
     BENCH_SMALL=1 python -m benchmarks.emulated.sites --out /tmp/sites
@@ -40,6 +40,7 @@ from moejax.plan.search.space import Limits
 SMALL = bool(os.environ.get("BENCH_SMALL"))  # one case of a small model: does it run?
 HOSTS = ((2, 2),) if SMALL else ((2, 4), (4, 2))  # sites, devices of each
 RATES = (None, 50) if SMALL else (None, 200, 50, 20, 10)  # Mbit/s
+DELAY = "100ms"  # from a site to another, in the last case
 PERIOD = 4 if SMALL else 16  # steps in which all of the model is averaged
 LAYERS = "outer by layers"
 PLANNED = "planned"
@@ -57,7 +58,7 @@ if SMALL:
     MODEL |= {"model.width": 128, "moe.expert_hidden": 256, "data.sequence_length": 64}
 
 
-def case(hosts: int, devices: int, rate: int | None) -> Case:
+def case(hosts: int, devices: int, rate: int | None, delay: str | None = None) -> Case:
     """All ways to train on these sites, at one rate."""
     config = MODEL | {"mesh.replica": hosts, "mesh.expert": devices, "mesh.nodes": hosts}
     gradients = ("compression.dense_gradient", "compression.expert_gradient")
@@ -71,7 +72,8 @@ def case(hosts: int, devices: int, rate: int | None) -> Case:
         LAYERS: ("step", {"outer.every": PERIOD}),
     }
     length = config["data.sequence_length"]
-    return Case("sites", hosts, devices, rate, config, (8, length), variants, rounds=3)
+    about = (hosts, devices, rate, config, (8, length), variants)
+    return Case("sites", *about, rounds=3, delay=delay)
 
 
 def cases() -> Iterator[Case]:
@@ -79,11 +81,13 @@ def cases() -> Iterator[Case]:
     for hosts, devices in HOSTS:
         for rate in RATES:
             yield case(hosts, devices, rate)
+    if not SMALL:
+        yield case(2, 4, 50, DELAY)
 
 
 def prepare(case: Case, folder: Path) -> tuple[Case, dict[str, Any]]:
     """Probes the cluster. Returns the case with the planner's choice, and the price of each way."""
-    facts, _ = probe(case, folder / "topology.json", quick=SMALL)
+    facts, _ = probe(case, folder / "topology.json", quick=SMALL, delay=case.delay)
     topology = from_json(facts, "probe")
     load = read_expert_load("balanced", case.config["moe.num_experts"])
     free = {name: value for name, value in case.config.items() if not name.startswith("mesh.")}
@@ -161,9 +165,11 @@ def page(record: dict[str, Any]) -> str:
     ]
     for result in record["results"]:
         hosts, devices, rate = (result["case"][name] for name in ("hosts", "devices", "rate"))
-        if rate is None:
+        if rate is None:  # without a delay
             alone[hosts] = result["found"]
         link = "not shaped" if rate is None else f"{rate} Mbit/s"
+        late = result["case"]["delay"]
+        link += "" if late is None else f", each way {late}"
         lines += ["", f"## {hosts} sites of {devices} devices, {link}", ""]
         lines += rows(result, alone.get(hosts))
     return "\n".join(lines) + "\n"
