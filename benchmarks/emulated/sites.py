@@ -6,7 +6,8 @@ stages pass hidden states on, with the codecs of `strong`; the outer loop averag
 once after a period of steps, or a part in each step beside its computation, in int4 with feedback.
 All run in turns. The rate alone is that of the same way where the link is not shaped. Each cluster
 is probed before, and each way priced by what was probed. In the last case a process carries all
-frames between sites 100 ms late, as kernels may lack what delays them. Needs root, ip and tc. Writes sites.json and sites.md.
+frames between sites 100 ms late, as kernels may lack what delays them. Needs root, ip and tc.
+Writes sites.json and sites.md.
 
     python -m benchmarks.emulated.sites --out benchmarks/results
     BENCH_SMALL=1 python -m benchmarks.emulated.sites --out /tmp/sites
