@@ -27,11 +27,9 @@ def sites_texts(found: FoundSites, topology: Topology, without: str) -> Iterator
         yield _comparison(found.best, found.without, topology, without)
         yield _period(found.best)
         yield _others(found.best, found.others)
-        if (order := found.order(found.best.plan)) is not None:
-            yield (
-                f"these sites need nodes numbered {names_of(order, topology)}: start the processes "
-                "in this order."
-            )
+        if found.best.order is not None:
+            order = names_of(found.best.order, topology)
+            yield f"these sites need nodes numbered {order}: start the processes in this order."
     yield from (f"{note}." for note in found.notes)
 
 

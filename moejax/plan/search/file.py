@@ -57,7 +57,8 @@ class Plan:
 def plan_from(result: SearchResult, topology: Topology, routing: str) -> Plan:
     """Returns the best plan of a search."""
     best, *others = result.ranked
-    order = result.sites.order(best) if result.sites is not None else None
+    sites = result.sites.best if result.sites is not None else None
+    order = sites.order if sites is not None and sites.plan is best else None
     return Plan(
         topology=topology.name,
         devices=topology.devices,

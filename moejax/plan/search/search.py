@@ -41,29 +41,28 @@ from moejax.plan.search.space import Limits
 
 @dataclass(frozen=True)
 class Sites:
-    """A plan with an outer loop: see `plan.search.sites`.
+    """A plan with an outer loop.
 
     Attributes:
       groups: nodes of each site.
-      order: all nodes, in the order that the plan is for.
-      at_once: the same plan where all of the model is sent after a period, and the step waits.
+      order: all nodes, in the order that the plan is for; None: as they are.
+      at_once: the same plan with everything sent after a period, when the step waits.
       hidden: whether the step hides what sites send.
     """
 
     plan: PricedPlan
     groups: Groups
-    order: tuple[int, ...]
+    order: tuple[int, ...] | None
     at_once: PricedPlan
     hidden: bool
 
 
 @dataclass(frozen=True)
 class FoundSites:
-    """What a search for sites found.
+    """The result of `plan.search.sites`.
 
     Attributes:
       best: None if no nodes form sites.
-      others: other numbers of sites.
       without: the best plan without an outer loop; None if none was looked for.
       notes: why some nodes that belong together are no sites.
     """
@@ -72,13 +71,6 @@ class FoundSites:
     others: tuple[Sites, ...]
     without: PricedPlan | None
     notes: tuple[str, ...]
-
-    def order(self, plan: PricedPlan) -> tuple[int, ...] | None:
-        """Returns the nodes in the order that a plan is for; None: as they are."""
-        if self.best is None or self.best.plan is not plan:
-            return None
-        order = self.best.order
-        return None if order == tuple(range(len(order))) else order
 
 
 @dataclass

@@ -72,13 +72,10 @@ def search_all(
     Raises:
       InputError: as `search`, or if `outer.every` is set and no nodes form sites.
     """
-    plain = None
-    if cfg.outer.every is None or not cfg.plan.sites:
-        how: dict[str, Any] = {"traces": traces, "seconds": seconds, "progress": progress}
-        plain = search(cfg, topology, limits, load, **how)
+    how: dict[str, Any] = {"traces": traces, "seconds": seconds, "progress": progress}
     if not cfg.plan.sites:
-        assert plain is not None
-        return plain
+        return search(cfg, topology, limits, load, **how)
+    plain = None if cfg.outer.every is not None else search(cfg, topology, limits, load, **how)
     question, notes, found = _Question(cfg, topology, limits, load, progress), [], []
     half = -(-default_budget(limits.devices, limits.platform, traces).traces // 2)
     for groups in topology.groupings():
@@ -198,7 +195,8 @@ def _with_sites(
     faster = found.fits(at_once) and at_once.seconds < (1 - SAME) * plan.seconds
     if faster or given.order == "all":
         plan, hidden = at_once, False
-    return Sites(plan, groups, order, at_once, hidden), found
+    moved = None if order == tuple(range(len(order))) else order
+    return Sites(plan, groups, moved, at_once, hidden), found
 
 
 def _shortest(

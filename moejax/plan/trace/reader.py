@@ -121,10 +121,7 @@ class _Reader:
         if name == "while":
             return self._while(eqn, operands, scope)
         if name == "cond":
-            branches = eqn.params["branches"]
-            taken = [b for b in branches if self.rounds and _has_rounds(b)] or branches
-            averages = self.burst and "outer" in scope
-            return self._run(opened(taken[-1 if averages else 0]), operands[1:], scope)
+            return self._run(opened(self._taken(eqn, scope)), operands[1:], scope)
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
@@ -154,6 +151,12 @@ class _Reader:
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
         return self._add("region", eqn, operands, scope, **_computed(eqn))
+
+    def _taken(self, eqn: Any, scope: Scope) -> Any:
+        """Returns the branch of a conditional that is read."""
+        branches = eqn.params["branches"]
+        taken = [b for b in branches if self.rounds and _has_rounds(b)] or branches
+        return taken[-1 if self.burst and "outer" in scope else 0]
 
     def _add(
         self, kind: Any, eqn: Any, operands: list, scope: Scope, unread: float = 1.0, **cost: Any
