@@ -178,8 +178,8 @@ def _with_pins(
     chosen = processes.from_first(lambda: load_plan(path).settings if path.exists() else {})
     cfg = change(cfg, {CHUNKS: chosen.get(CHUNKS, get_value(cfg, CHUNKS))})
     if resuming and cfg.plan.sites:
-        own = {name: chosen[name] for name in OUTER if name in chosen}
-        cfg = change(cfg, own | {"plan.sites": own.get("outer.every") is not None})
+        own = {name: chosen[name] for name in OUTER if chosen.get("outer.every") is not None}
+        cfg = change(cfg, own | {"plan.sites": bool(own)})
     return cfg, pinned(cfg) | {CHUNKS}
 
 
