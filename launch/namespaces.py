@@ -2,7 +2,7 @@
 
 Standard library, `ip` and `tc`. Every name starts with `moejax-` and the number of the process that
 made it, so that nothing else is ever touched. A process of its own removes them when a launcher is
-killed, and the next launcher what even that left behind. Links shape bandwidth, not latency. The
+killed, and the next launcher what even that left behind. A delay is made by `delay.py`. The
 devices `ifb0` and `ifb1` of a machine are not made here: a kernel with that driver has them.
 """
 
@@ -16,16 +16,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import delay
+
 PREFIX = "moejax-"
 HOSTS_FILES = Path("/etc/netns")  # `ip netns exec` mounts these over /etc
+TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s)$")
 RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)$")
 # The largest: 64 KiB and headers.
 PACKET = 2**16 + 2**12
 # What a bucket holds at least. The loopback sends a packet whole and never one that is larger; for
 # a network card the kernel cuts it into frames.
 FRAMES = 4 * 1514
+DELAYED = 4 * (delay.FRAME + delay.HEADER)  # the same of links with a delay
 # A training network neither forgets its rate between messages nor drops packets to find it.
 LIKE_A_FABRIC = {"tcp_slow_start_after_idle": 0, "tcp_congestion_control": "reno"}
+LONGEST = 60.0  # seconds of a delay
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -47,6 +52,21 @@ def bits_per_second(rate: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
+def seconds(time: str) -> float:
+    """Reads `50ms`.
+
+    Raises:
+      ValueError: if it is not a number with ms or s, or longer than a minute.
+    """
+    match = TIME.match(time)
+    found = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0) if match is not None else 0.0
+    if not 0 < found <= LONGEST:
+        raise ValueError(
+            f"delay is `{time}`. It must be a number and ms or s, up to {LONGEST:g} s: 50ms."
+        )
+    return found
+
+
 def remove_left_over() -> None:
     """Removes the namespaces of launchers that are gone."""
     for name in _namespaces():
@@ -58,9 +78,16 @@ def remove_left_over() -> None:
 class Cluster:
     """Hosts and their links; a context manager that leaves nothing behind."""
 
-    def __init__(self, hosts: int, link: str | None, fast_link: str | None):
-        """Takes the rate of each host's link to the switch, both directions, and inside a host."""
-        self.link, self.fast_link = link, fast_link
+    def __init__(
+        self, hosts: int, link: str | None, fast_link: str | None, late: str | None = None
+    ):
+        """Takes the rate of each host's link to the switch, both directions, and inside a host.
+
+        Args:
+          late: how long a packet takes from a host to another; None: no time.
+        """
+        self.link, self.fast_link, self.late = link, fast_link, late
+        self._carrier: subprocess.Popen | None = None
         self.switch = f"{PREFIX}{os.getpid()}-switch"
         self.hosts = [f"{PREFIX}{os.getpid()}-h{number}" for number in range(hosts)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(hosts)]
@@ -82,6 +109,10 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         for name in [*self.hosts, self.switch]:
             _remove(name)
+        for process in filter(None, (self._carrier,)):
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
         assert self._remover.stdin is not None
         self._remover.stdin.close()
         self._remover.wait()
@@ -107,14 +138,21 @@ class Cluster:
         listed = "".join(
             f"{address} {name}\n" for address, name in zip(self.addresses, self.hosts, strict=True)
         )
-        for number, (name, address) in enumerate(zip(self.hosts, self.addresses, strict=True)):
+        for name in self.hosts:
             _run("ip", "netns", "add", name)
+        if self.late is not None:
+            self._carrier = _carrier(seconds(self.late) / 2, self.switch, self.hosts)
+        for number, (name, address) in enumerate(zip(self.hosts, self.addresses, strict=True)):
             files = HOSTS_FILES / name
             files.mkdir(parents=True)
             (files / "hosts").write_text(f"127.0.0.1 localhost\n{listed}")
             port = f"port{number}"
-            peer = ("peer", "name", "net0", "netns", name)
-            _run("ip", "-n", self.switch, "link", "add", port, "type", "veth", *peer)
+            if self.late is None:
+                peer = ("peer", "name", "net0", "netns", name)
+                _run("ip", "-n", self.switch, "link", "add", port, "type", "veth", *peer)
+            else:
+                for where, device in ((name, "net0"), (self.switch, port)):
+                    _run("ip", "-n", where, "link", "set", device, "mtu", str(delay.FRAME))
             _run("ip", "-n", self.switch, "link", "set", port, "master", "bridge", "up")
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "net0")
             for device in ("lo", "net0"):
@@ -128,16 +166,28 @@ class Cluster:
                 (name, "lo", self.fast_link),
             ):
                 if rate is not None:
-                    _shape(where, device, rate)
+                    _shape(where, device, rate, FRAMES if self.late is None else DELAYED)
 
 
-def _shape(namespace: str, device: str, rate: str) -> None:
+def _shape(namespace: str, device: str, rate: str, frames: int = FRAMES) -> None:
     """Limits what leaves a device. The bucket holds 4 ms, the queue 4 s, or a few packets."""
     bytes_per_second = bits_per_second(rate) / 8
-    burst = max(int(0.004 * bytes_per_second), PACKET if device == "lo" else FRAMES)
+    burst = max(int(0.004 * bytes_per_second), PACKET if device == "lo" else frames)
     limit = max(int(4 * bytes_per_second), 256 * PACKET)
     sizes = ("rate", rate, "burst", str(burst), "limit", str(limit))
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *sizes)
+
+
+def _carrier(late: float, switch: str, hosts: list[str]) -> subprocess.Popen:
+    """Starts the process that makes the links of a delay, and waits until they are there."""
+    command = [sys.executable, delay.__file__, str(late), switch, *hosts]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    if not process.stdout.readline():
+        raise RuntimeError(f"`{' '.join(command)}` failed")
+    return process
 
 
 def _namespaces() -> list[str]:

@@ -15,7 +15,7 @@ def run_case(case: dict[str, Any], worker: Path, folder: Path) -> list[dict[str,
 
     Args:
       case: at least hosts, devices (of each host) and rate (Mbit/s; None: not shaped); own_cores:
-        whether each host has cores of its own.
+        whether each host has cores of its own; delay: from a host to another.
       folder: for the case, logs and compiled programs.
     """
     path = folder / "case.json"
@@ -28,6 +28,7 @@ def run_case(case: dict[str, Any], worker: Path, folder: Path) -> list[dict[str,
     command = [ROOT / "launch" / "emulate", "--hosts", case["hosts"]]
     command += ["--devices-per-host", case["devices"], "--logs", folder]
     command += ["--link", f"{case['rate']}mbit"] if case["rate"] else []
+    command += ["--delay", case["delay"]] if case.get("delay") else []
     command += ["--own-cores"] if case.get("own_cores") else []
     command += ["--", sys.executable, worker, path]
     subprocess.run(list(map(str, command)), env=environment, check=True)

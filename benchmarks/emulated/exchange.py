@@ -45,6 +45,7 @@ class Case:
     rounds: int = 3
     seldom: tuple[str, ...] = ()  # variants that run in every third round
     own_cores: bool = False  # of each host
+    delay: str | None = None  # from a host to another; None: none
 
 
 def cases() -> Iterator[Case]:

@@ -20,6 +20,7 @@ def record_cases(
     about: str,
     worker: str = "exchange",
     more: dict[str, Any] | None = None,
+    prepare: Callable[[Case, Path], tuple[Case, dict[str, Any]]] | None = None,
 ) -> None:
     """Runs the cases; writes NAME.json and NAME.md after each, so that a stopped run keeps some.
 
@@ -30,6 +31,7 @@ def record_cases(
       about: the question, for `--help`.
       worker: the script of workers/ that runs on each host.
       more: further entries of the record.
+      prepare: returns a case as it is to run, and further entries of its result.
     """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -40,10 +42,11 @@ def record_cases(
         for case in cases:
             rate = f"{case.rate} Mbit/s" if case.rate else "not shaped"
             print(f"== {case.name}, {case.hosts} x {case.devices}, {rate}", flush=True)
+            case, known = (case, {}) if prepare is None else prepare(case, Path(folder))
             clock, before = Clock(sorted(os.sched_getaffinity(0))), _seconds_of_children()
             found = run(case, Path(folder), worker)
             others = clock.others_share(_seconds_of_children() - before)
-            results.append({"case": asdict(case), "found": found, "others": others})
+            results.append({"case": asdict(case), "found": found, "others": others, **known})
             record = {"results": results, **(more or {})} | stamp()
             (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
             (args.out / f"{name}.md").write_text(page(record))

@@ -4,8 +4,10 @@ Each emulated host is a site: one process, so that only what crosses sites cross
 parallel training sums gradients over sites in every step, in float32 and in int4 with feedback;
 stages pass hidden states on, with the codecs of `strong`; the outer loop averages weights, all at
 once after a period of steps, or a part in each step beside its computation, in int4 with feedback.
-All run in turns. Links shape bandwidth, not latency. The rate alone is that of the same way where
-the link is not shaped. Needs root, ip and tc. Writes sites.json and sites.md.
+All run in turns. The rate alone is that of the same way where the link is not shaped. Each cluster
+is probed before, and each way priced by what was probed. In the last case a process carries all
+frames between sites 100 ms late, as kernels may lack what delays them. Needs root, ip and tc.
+Writes sites.json and sites.md.
 
     python -m benchmarks.emulated.sites --out benchmarks/results
     BENCH_SMALL=1 python -m benchmarks.emulated.sites --out /tmp/sites
@@ -13,18 +15,38 @@ the link is not shaped. Needs root, ip and tc. Writes sites.json and sites.md.
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
+
 from benchmarks.emulated.compression import CONFIG
 from benchmarks.emulated.exchange import Case, Variants
+from benchmarks.emulated.pipeline import differing
+from benchmarks.emulated.planner import probe
 from benchmarks.emulated.record import record_cases
+from moejax.config.checks.planned import pinned
+from moejax.config.load import from_dict
+from moejax.plan.cluster.file import from_json
+from moejax.plan.cluster.topology import Topology
+from moejax.plan.price.candidate import price, trace_config
+from moejax.plan.price.routing import read_expert_load
+from moejax.plan.price.terms import terms
+from moejax.plan.report.tables import plan_text, remarks
+from moejax.plan.search.sites import search_all
+from moejax.plan.search.space import Limits
 
 SMALL = bool(os.environ.get("BENCH_SMALL"))  # one case of a small model: does it run?
 HOSTS = ((2, 2),) if SMALL else ((2, 4), (4, 2))  # sites, devices of each
 RATES = (None, 50) if SMALL else (None, 200, 50, 20, 10)  # Mbit/s
+DELAY = "100ms"  # from a site to another, in the last case
 PERIOD = 4 if SMALL else 16  # steps in which all of the model is averaged
 LAYERS = "outer by layers"
+PLANNED = "planned"
+TRACES = 2 if SMALL else None
+PREDICTED = 0.15  # wanted: of a step's time
 RIVALS = ("int4 with feedback", "stages")
 MODEL = {
     **CONFIG,
@@ -37,7 +59,7 @@ if SMALL:
     MODEL |= {"model.width": 128, "moe.expert_hidden": 256, "data.sequence_length": 64}
 
 
-def case(hosts: int, devices: int, rate: int | None) -> Case:
+def case(hosts: int, devices: int, rate: int | None, delay: str | None = None) -> Case:
     """All ways to train on these sites, at one rate."""
     config = MODEL | {"mesh.replica": hosts, "mesh.expert": devices, "mesh.nodes": hosts}
     gradients = ("compression.dense_gradient", "compression.expert_gradient")
@@ -51,7 +73,8 @@ def case(hosts: int, devices: int, rate: int | None) -> Case:
         LAYERS: ("step", {"outer.every": PERIOD}),
     }
     length = config["data.sequence_length"]
-    return Case("sites", hosts, devices, rate, config, (8, length), variants, rounds=3)
+    about = (hosts, devices, rate, config, (8, length), variants)
+    return Case("sites", *about, rounds=3, delay=delay)
 
 
 def cases() -> Iterator[Case]:
@@ -59,11 +82,41 @@ def cases() -> Iterator[Case]:
     for hosts, devices in HOSTS:
         for rate in RATES:
             yield case(hosts, devices, rate)
+    if not SMALL:
+        yield case(2, 4, 50, DELAY)
+
+
+def prepare(case: Case, folder: Path) -> tuple[Case, dict[str, Any]]:
+    """Probes the cluster. Returns the case with the planner's choice, and the price of each way."""
+    facts, _ = probe(case, folder / "topology.json", quick=SMALL, delay=case.delay)
+    topology = from_json(facts, "probe")
+    load = read_expert_load("balanced", case.config["moe.num_experts"])
+    free = {name: value for name, value in case.config.items() if not name.startswith("mesh.")}
+    cfg = from_dict({**free, "plan.mode": "auto", "plan.sites": True})
+    limits = Limits(topology.devices, topology.nodes, "cpu", "strong", pinned(cfg))
+    found = search_all(cfg, topology, limits, load, traces=TRACES, progress=print)
+    best = found.ranked[0].cfg
+    whole = {"steps": best.outer.every} if best.outer.order == "all" else {}
+    plan = dict.fromkeys(("mesh.replica", "mesh.expert"), 1) | differing(best)
+    variants: Variants = {**case.variants, PLANNED: ("step", plan | whole)}
+    priced = {name: predicted(case, settings, topology) for name, (_, settings) in variants.items()}
+    about = {"topology": facts, "predicted": priced, "remarks": remarks(found, topology, load)}
+    return replace(case, variants=variants), about | {"plan": plan_text(best)}
+
+
+def predicted(case: Case, settings: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Seconds of a step by price, the mean over a period, and the terms of it."""
+    own = {name: value for name, value in settings.items() if name != "steps"}
+    cfg = from_dict({**case.config, **own})
+    load = read_expert_load("balanced", cfg.moe.num_experts)
+    plan = price(trace_config(cfg, "cpu", load), topology, load)
+    return {"seconds": plan.seconds, "terms": terms(plan)}
 
 
 def main() -> None:
     """Runs the cases and writes the results."""
-    record_cases("sites", cases(), page, __doc__ or "")
+    jax.config.update("jax_platforms", "cpu")
+    record_cases("sites", cases(), page, __doc__ or "", prepare=prepare)
 
 
 def speed(one: dict[str, Any]) -> float:
@@ -81,18 +134,21 @@ def rows(result: dict[str, Any], alone: dict[str, Any] | None) -> list[str]:
     best = max(speed(found[name]) for name in RIVALS)
     lines = [
         "| way | tokens / s | beside the best of codecs and stages | of its rate alone | "
-        "seconds (range) | MB sent a step |",
-        "|---" * 6 + "|",
+        "predicted, s | seconds (range) | error | MB sent a step |",
+        "|---" * 8 + "|",
     ]
     for name, one in found.items():
         share = "" if alone is None or rate is None else f"{speed(one) / speed(alone[name]):.2f}"
         steps = result["case"]["variants"][name][1].get("steps", 1)
+        by_price, own = result["predicted"][name]["seconds"], [t / steps for t in one["seconds"]]
+        middle = median(own)
         lines.append(
-            f"| {name} | {speed(one):,.0f} | {speed(one) / best:.2f} | {share} | "
-            f"{median(one['seconds']) / steps:.3f} ({min(one['seconds']) / steps:.3f} to "
-            f"{max(one['seconds']) / steps:.3f}) | {median(one['sent']) / steps / 1e6:.2f} |"
+            f"| {name} | {speed(one):,.0f} | {speed(one) / best:.2f} | {share} | {by_price:.3f} | "
+            f"{middle:.3f} ({min(own):.3f} to {max(own):.3f}) | {by_price / middle - 1:+.0%} | "
+            f"{median(one['sent']) / steps / 1e6:.2f} |"
         )
-    return lines
+    lines += ["", f"- The planner: {result['plan']}."]
+    return lines + [f"- It says: {text}" for text in result["remarks"]]
 
 
 def page(record: dict[str, Any]) -> str:
@@ -104,14 +160,17 @@ def page(record: dict[str, Any]) -> str:
         *(__doc__ or "").strip().splitlines(),
         "",
         f"{record['date']}; {machine['cpu']}, {machine['cpus_used']} CPUs for all sites together; "
-        f"JAX {record['jax']}, Python {record['python']}. A period has {PERIOD} steps. Speed says "
+        f"JAX {record['jax']}, Python {record['python']}. A period has {PERIOD} steps but where "
+        f"the planner chooses. Times are wanted within {PREDICTED:.0%} of their prices. Speed says "
         "nothing about the loss at equal tokens.",
     ]
     for result in record["results"]:
         hosts, devices, rate = (result["case"][name] for name in ("hosts", "devices", "rate"))
-        if rate is None:
+        if rate is None:  # without a delay
             alone[hosts] = result["found"]
         link = "not shaped" if rate is None else f"{rate} Mbit/s"
+        late = result["case"]["delay"]
+        link += "" if late is None else f", each way {late}"
         lines += ["", f"## {hosts} sites of {devices} devices, {link}", ""]
         lines += rows(result, alone.get(hosts))
     return "\n".join(lines) + "\n"

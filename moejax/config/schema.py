@@ -434,6 +434,10 @@ class PlanConfig:
     keep: tuple[str, ...] = setting(
         (), "settings or groups that the planner must not change, even defaults: mesh.expert,route"
     )
+    sites: bool = setting(
+        False,
+        "also plan an outer loop, which changes training: nodes of a site, period, codec, order",
+    )
     replan: bool = setting(
         False, "plan again at a checkpoint when steps take longer or shorter than predicted"
     )

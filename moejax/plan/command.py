@@ -96,6 +96,11 @@ def _add_search_flags(command: argparse.ArgumentParser) -> None:
         "--codecs", choices=("none", "hybrid", "strong"), help="preset whose codecs may be chosen"
     )
     command.add_argument(
+        "--sites",
+        action="store_true",
+        help="also plan an outer loop across sites, which changes what is trained",
+    )
+    command.add_argument(
         "--free",
         default="",
         metavar="NAMES",
@@ -300,6 +305,7 @@ def config_to_plan(
         )
     flags = {name: getattr(args, name) for name in ("routing", "codecs", "traces", "seconds")}
     wishes = {f"plan.{name}": value for name, value in flags.items() if value is not None}
+    wishes |= {"plan.sites": True} if args.sites else {}
     mesh = replace(cfg.mesh, simulated_devices=None, nodes=None, platform=None)
     return change(replace(cfg, mesh=mesh), wishes | {"plan.topology": None}), notes
 
@@ -363,7 +369,7 @@ def _share_inside(cfg: Config, say: Callable[[str], None]) -> float:
 
 def _find(cfg: Config, load: ExpertLoad, documents: float, cluster: Topology) -> SearchResult:
     """Searches for the plan of a cluster, and shows on a terminal how far the search is."""
-    from moejax.plan.search.search import search
+    from moejax.plan.search.sites import search_all
     from moejax.plan.search.space import Limits
 
     platform = cluster.device.platform
@@ -377,7 +383,7 @@ def _find(cfg: Config, load: ExpertLoad, documents: float, cluster: Topology) ->
 
         plan = cfg.plan
         limit = {"traces": plan.traces, "seconds": plan.seconds}
-        return search(cfg, cluster, limits, load, **limit, progress=progress)
+        return search_all(cfg, cluster, limits, load, **limit, reorder=True, progress=progress)
 
 
 def _print_fewer(result, topology, find, console: Console) -> None:

@@ -27,8 +27,8 @@ from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.report.page import write_report
 from moejax.plan.report.tables import plan_text
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
-from moejax.plan.search.search import search
-from moejax.plan.search.space import Limits
+from moejax.plan.search.sites import search_all
+from moejax.plan.search.space import OUTER, Limits
 from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of, start
@@ -169,13 +169,17 @@ def _with_pins(
 ) -> tuple[Config, frozenset[str]]:
     """Returns the config, and the settings that the search must not change.
 
-    On resume the number of chunks is fixed: it shapes the checkpoint.
+    On resume the number of chunks is fixed: it shapes the checkpoint. And a run has an outer loop
+    from its first step to its last, or none; the number of sites may change.
     """
     if not resuming and cfg.checkpoint.init_from is None:
         return cfg, pinned(cfg)
     path = Path(cfg.run_dir) / PLAN
     chosen = processes.from_first(lambda: load_plan(path).settings if path.exists() else {})
     cfg = change(cfg, {CHUNKS: chosen.get(CHUNKS, get_value(cfg, CHUNKS))})
+    if resuming and cfg.plan.sites:
+        own = {name: chosen[name] for name in OUTER if chosen.get("outer.every") is not None}
+        cfg = change(cfg, own | {"plan.sites": bool(own)})
     return cfg, pinned(cfg) | {CHUNKS}
 
 
@@ -236,7 +240,7 @@ def _search(
         def progress(text: str) -> None:
             say(f"planning: {text}")
 
-        result = search(
+        result = search_all(
             cfg,
             topology,
             limits,
@@ -325,9 +329,11 @@ def _from_file(cfg: Config, devices: int) -> RunPlan:
     check_nodes(cfg, plan.nodes, f"plan {path}")
     notes = tuple(
         f"{path} replaces {name} = {get_value(cfg, name)} by {plan.settings[name]}"
-        for name in sorted(pinned(cfg))
+        for name in sorted(pinned(cfg).union(OUTER))
         if plan.settings.get(name, get_value(cfg, name)) != get_value(cfg, name)
     )
+    if plan.order is not None:
+        notes += (f"{path} is for nodes in the order {' '.join(plan.order)}",)
     return _planned(plan, cfg, None, notes)
 
 

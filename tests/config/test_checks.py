@@ -105,6 +105,9 @@ model.sliding_window=1 model.attention_sinks=true
 model.sliding_window=2 data.sequence_length=2
 mesh.stage=2 train.micro_batches=4
 mesh.replica=2 outer.every=16 outer.codec=int8+feedback compression.block=64
+plan.mode=auto plan.sites=true outer.every=8
+plan.mode=auto plan.sites=true outer.rate=0.5
+plan.mode=auto mesh.replica=2 outer.every=8
 plan.mode=hand outer.every=1 outer.codec=none outer.momentum=0
 plan.mode=hand outer.every=1 outer.hub=[::1]:8470 outer.site=1 outer.sites=2
 """
@@ -318,7 +321,6 @@ mesh.stage=2 train.micro_batches=2 -> `mesh.stage` is 2, and `outer.every` is 4 
 lora.rank=8 -> `lora.rank` is 8, and `outer.every` is 4 ... lora.rank=none
 memory.optimizer=host -> `memory.optimizer` is host, and `outer.every` is 4
 memory.experts=host -> `memory.experts` is host, and `outer.every` is 4
-plan.mode=auto -> the planner would choose the number of sites ... plan.mode=hand
 outer.codec=loco -> `outer.codec` is `loco` ... none or one of bfloat16, int8
 outer.codec=int4+stochastic -> `outer.codec` is `int4+stochastic` ... may have +feedback
 outer.hub=somewhere -> `outer.hub` is somewhere ... must be HOST:PORT
@@ -331,6 +333,12 @@ outer.hub=here:1 outer.order=all -> `outer.order` is all, and `outer.hub` is set
 @pytest.mark.parametrize(("words", "said"), cases(APART))
 def test_what_sites_cannot_have_is_refused(words, said):
     assert_refused(f"mesh.replica=2 outer.every=4 {words}", said)
+
+
+def test_a_planner_chooses_sites_only_where_it_is_asked_to():
+    said = "the planner would choose the number of sites ... plan.sites=true"
+    assert_refused("plan.mode=auto outer.every=4", said)
+    assert_refused("plan.mode=auto plan.sites=true outer.codec=loco", "`outer.codec` is `loco`")
 
 
 TWO_STAGES = "mesh.stage=2 mesh.fsdp=2 train.micro_batches=2"
@@ -357,6 +365,7 @@ plan.mode=hand plan.codecs=hybrid -> plan.codecs: the planner is off
 plan.mode=hand plan.traces=3 -> plan.traces: the planner is off
 plan.mode=hand plan.seconds=3 -> plan.seconds: the planner is off
 plan.mode=hand plan.replan=true -> plan.replan: the planner is off
+plan.mode=hand plan.sites=true -> plan.sites: the planner is off
 moe.router.groups_per_token=2 -> moe.router.groups_per_token: `moe.router.num_groups` is 1
 moe.router.forced=balanced plan.mode=auto plan.routing=zipf:1 -> \
 plan.routing: `moe.router.forced` is balanced

@@ -58,7 +58,7 @@ FIELD_NAMES = {
         "muon_momentum name schedule warmup_steps weight_decay"
     ),
     "outer": "codec every hub momentum order rate site sites",
-    "plan": "codecs documents keep mode replan routing seconds topology traces",
+    "plan": "codecs documents keep mode replan routing seconds sites topology traces",
     "profile": "num_steps start_step",
     "track": "mlflow wandb",
     "train": (

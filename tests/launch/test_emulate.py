@@ -165,3 +165,52 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, message):
     assert code == 2
     assert message in output
     assert len(output.splitlines()) == 1
+
+
+# Host 0 answers each byte of host 1, which takes the time of several.
+ANSWERS = """
+import os, socket, time
+if os.environ["MOEJAX_PROCESS"] == "0":
+    link, _ = socket.create_server(("10.77.0.1", 5555)).accept()
+    while link.recv(1):
+        link.sendall(b".")
+else:
+    for _ in range(100):
+        try:
+            link = socket.create_connection(("10.77.0.1", 5555))
+            break
+        except OSError:
+            time.sleep(0.1)
+    times = []
+    for _ in range(3):
+        began = time.monotonic()
+        link.sendall(b".")
+        link.recv(1)
+        times.append(time.monotonic() - began)
+    print("round trip:", min(times))
+"""
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_delay_is_that_of_each_way(tmp_path):
+    command = (sys.executable, "-c", ANSWERS)
+    flags = ("--hosts", 2, "--devices-per-host", 1, "--link", "20mbit", "--delay", "60ms")
+    process = begin(*flags, "--logs", tmp_path, "--", *command)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    found = re.search(r"round trip: ([\d.]+)", output)
+    assert found is not None, output
+    assert 0.12 <= float(found[1]) < 0.25
+    assert namespaces_of(process.pid) == []
+
+
+def test_a_wrong_delay_is_refused():
+    for delay, text in (("50", "50ms"), ("2h", "50ms"), ("0ms", "50ms"), ("61s", "up to 60 s")):
+        code, output = emulate("--delay", delay, "--", "true")
+        assert code == 2, output
+        assert f"delay is `{delay}`" in output
+        assert text in output
+    code, output = emulate("--unshaped", "--delay", "1ms", "--", "true")
+    assert code == 2
+    assert "--unshaped has no links" in output

@@ -218,6 +218,25 @@ def test_a_run_that_plans_anew_keeps_its_chunks_of_layers(cfg, monkeypatch):
     assert one.model.stage_chunks == 2
 
 
+def test_a_run_that_plans_anew_keeps_its_outer_loop_or_has_none(cfg, monkeypatch):
+    asked = []
+
+    def search(cfg, *_):
+        asked.append((cfg.outer.every, cfg.outer.codec, cfg.plan.sites))
+        raise InputError("enough")
+
+    monkeypatch.setattr(planning, "_search", search)
+    mine = change(cfg, {"plan.sites": True})
+    Path(cfg.run_dir).mkdir()
+    for every in (16, None):
+        chosen = {"outer.every": every, "outer.codec": "int8", "outer.order": "layers"}
+        old = dataclasses.replace(plan_of(1.0), devices=16, settings=chosen)
+        save_plan(old, Path(cfg.run_dir) / PLAN)
+        with pytest.raises(InputError, match="enough"):
+            planned(mine, resuming=True)
+    assert asked == [(16, "int8", True), (None, "int4+feedback", False)]
+
+
 def test_one_slow_report_is_not_enough_and_the_changed_link_is_named():
     slower = cluster(slow=2.5e6)
     monitor = PlanMonitor(plan_of(1.0), cluster())

@@ -102,7 +102,7 @@ _OF_MESH: tuple[_Effect, ...] = (
     ),
     (
         "outer.rate outer.momentum outer.codec outer.order outer.hub",
-        lambda cfg: cfg.outer.every is not None,
+        lambda cfg: cfg.outer.every is not None or cfg.plan.sites,
         "`outer.every` is none, so there is no outer loop",
     ),
     (
@@ -324,7 +324,7 @@ _OF_TRAINING: tuple[_Effect, ...] = (
     ),
     (
         "plan.topology plan.routing plan.documents plan.codecs plan.traces plan.seconds plan.keep "
-        "plan.replan",
+        "plan.replan plan.sites",
         is_planned,
         "the planner is off (`plan` is hand, or default with a choice made by hand)",
     ),

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from moejax.config.checks.machine import machine_memory
-from moejax.config.checks.planned import is_planned
+from moejax.config.checks.planned import is_planned, pinned
 from moejax.config.checks.size import MIXERS, state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression, outer_codec
@@ -228,9 +228,11 @@ def _check_context_axes(mesh: MeshConfig) -> None:
 
 def check_outer(cfg: Config) -> None:
     """Refuses what an outer loop across sites cannot be combined with."""
-    if cfg.outer.every is None:
+    if cfg.outer.every is None and not cfg.plan.sites:
         return
     outer_codec(cfg)
+    if cfg.outer.every is None:
+        return
     usual = (
         ("mesh.stage", 1, "Stages lie across sites in the order of the mesh."),
         ("lora.rank", "none", "Sites average all weights."),
@@ -245,9 +247,9 @@ def check_outer(cfg: Config) -> None:
             f"{value}, or outer.every=none.",
         )
     require(
-        not is_planned(cfg),
+        not is_planned(cfg) or cfg.plan.sites or "mesh.replica" in pinned(cfg),
         f"`outer.every` is {cfg.outer.every}, and the planner would choose the number of sites, "
-        "which changes training. Set mesh.replica to it, and plan.mode=hand.",
+        "which changes training. Set plan.sites=true, or mesh.replica to it.",
     )
     if cfg.outer.hub is not None:
         _check_hub(cfg)

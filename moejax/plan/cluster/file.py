@@ -29,6 +29,7 @@ FASTEST = 4e12  # bytes a second; no link of a device comes near
 SLOWEST, SLOWEST_COPY, SLOWEST_PRODUCT, SMALLEST = 1e4, 1e6, 1e6, 2**20
 FAR_OFF = 4.0  # times the known rate of the same device; bits for bytes would be 8 times
 ASYMMETRY = 1.25
+LATEST = 60.0  # seconds of a smallest message; more counts milliseconds
 # Attribute -> its key in the file, where they differ.
 KEYS = {
     "contention": "together",
@@ -121,7 +122,7 @@ def to_text(topology: Topology) -> str:
         links = list(tier["links"].values())
         if all(link == links[0] for link in links):
             tier["links"] = {"all": links[0]}
-    for name in ("pairs", "node_names", "asymmetric", "host"):
+    for name in ("pairs", "pair_startup_s", "node_names", "asymmetric", "host"):
         if not facts[name]:
             del facts[name]
     for name, missing in MISSING.items():
@@ -165,7 +166,12 @@ def from_json(facts: Any, file: str) -> Topology:
         device=_device(part.inner("device")),
         tiers=tuple(_tier(inner) for inner in part.items("tiers")),
         host=_host(part.inner("host")) if "host" in part.facts else None,
-        **part.given(pairs=part.matrix, node_names=part.texts, asymmetric=part.flag),
+        **part.given(
+            pairs=part.matrix,
+            pair_startup_s=part.matrix,
+            node_names=part.texts,
+            asymmetric=part.flag,
+        ),
     )
     _check_tiers(part, topology)
     _check_pairs(part, topology)
@@ -272,21 +278,22 @@ def _check_tiers(part: JsonObject, topology: Topology) -> None:
 
 
 def _check_pairs(part: JsonObject, topology: Topology) -> None:
-    """Checks that pairs cover all nodes and are alike in both directions."""
-    pairs, names, nodes = topology.pairs, topology.node_names, topology.nodes
+    """Checks that matrices cover all nodes and are alike in both directions."""
+    names, nodes = topology.node_names, topology.nodes
     if names and len(names) != nodes:
         part.refuse("`node_names` is wrong", list(names), f"{nodes} names", "Probe again")
-    if not pairs:
-        return
-    if len(pairs) != nodes or any(len(row) != nodes for row in pairs):
-        sizes = [len(row) for row in pairs]
-        part.refuse("`pairs` is not whole", sizes, f"{nodes} rows of {nodes}", "Probe again")
-    places = list(itertools.product(range(nodes), repeat=2))
-    for a, b in places:
-        if (pairs[a][b] > 0) == (a == b):
-            rule = "0" if a == b else "above 0: every pair is measured"
-            part.refuse(f"`pairs[{a}][{b}]` is wrong", pairs[a][b], rule, "Probe again")
-    for a, b in places:
+    for field, matrix in (("pairs", topology.pairs), ("pair_startup_s", topology.pair_startup_s)):
+        if matrix:
+            _check_matrix(part, field, matrix, nodes)
+    for row in topology.pair_startup_s:
+        if max(row) > LATEST:
+            where, rule = "`pair_startup_s` is too long", f"up to {LATEST:g} s of a small message"
+            part.refuse(where, max(row), rule, "Give seconds: 50 ms are 0.05")
+    pairs = topology.pairs
+    for a, b in itertools.permutations(range(len(pairs)), 2):
+        if pairs[a][b] > FASTEST:
+            where, rule = f"`pairs[{a}][{b}]` is too fast", f"below {FASTEST:g} bytes a second"
+            part.refuse(where, pairs[a][b], rule, "Divide by 8 if it is in bits")
         if pairs[a][b] > ASYMMETRY * pairs[b][a] and not topology.asymmetric:
             part.refuse(
                 f"`pairs` differ by direction: {a} to {b}, and {b} to {a}",
@@ -294,6 +301,19 @@ def _check_pairs(part: JsonObject, topology: Topology) -> None:
                 f"alike within {ASYMMETRY - 1:.0%}: links carry both directions",
                 "Repair the link and probe again, or set `asymmetric` to true if it is so",
             )
+
+
+def _check_matrix(
+    part: JsonObject, field: str, matrix: tuple[tuple[float, ...], ...], nodes: int
+) -> None:
+    """Checks that a matrix has a number above 0 for each two nodes, and 0 on its diagonal."""
+    if len(matrix) != nodes or any(len(row) != nodes for row in matrix):
+        sizes = [len(row) for row in matrix]
+        part.refuse(f"`{field}` is not whole", sizes, f"{nodes} rows of {nodes}", "Probe again")
+    for a, b in itertools.product(range(nodes), repeat=2):
+        if (matrix[a][b] > 0) == (a == b):
+            rule = "0" if a == b else "above 0: every pair is measured"
+            part.refuse(f"`{field}[{a}][{b}]` is wrong", matrix[a][b], rule, "Probe again")
 
 
 def _check_known(part: JsonObject, topology: Topology) -> None:

@@ -14,10 +14,13 @@ import itertools
 import math
 import operator
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from moejax.errors import InputError
 from moejax.plan.cluster.device import Device
+from moejax.plan.cluster.pairs import Groups, Matrix, groupings, links_of
 
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 # Other kinds of collective are priced like one of `KINDS`.
@@ -50,6 +53,13 @@ class Link:
     def seconds(self, wire_bytes: float, starts: float = 1.0) -> float:
         """Returns the time of a call with `starts` start-ups; each device sends `wire_bytes`."""
         return (starts * self.startup_s + wire_bytes / self.bytes_per_s) * self._bend(wire_bytes)
+
+    def times(self, startup: float, bytes_time: float) -> "Link":
+        """Returns the link with so many times its start-up, and times its time for each byte."""
+        if startup == bytes_time == 1.0:
+            return self
+        slower = self.startup_s * startup, self.bytes_per_s / bytes_time
+        return dataclasses.replace(self, startup_s=slower[0], bytes_per_s=slower[1])
 
     def _bend(self, wire_bytes: float) -> float:
         """Returns the ratio of a call's time to the line's, linear in the logarithm of bytes."""
@@ -116,6 +126,7 @@ class Topology:
       source: where the numbers come from.
       tiers: fastest first.
       pairs: bytes a second of a device from node (row) to node (column), the diagonal 0; or empty.
+      pair_startup_s: seconds of a smallest message from node to node, the diagonal 0; or empty.
       node_names: names of the rows of `pairs`; or empty.
       asymmetric: whether pairs may differ by direction.
       host: the memory of a node's host; None in files that do not have it.
@@ -126,7 +137,8 @@ class Topology:
     source: str
     device: Device
     tiers: tuple[Tier, ...]
-    pairs: tuple[tuple[float, ...], ...] = ()
+    pairs: Matrix = ()
+    pair_startup_s: Matrix = ()
     node_names: tuple[str, ...] = ()
     asymmetric: bool = False
     host: Host | None = None
@@ -186,24 +198,110 @@ class Topology:
             passing / block if number else 0.0 for number, block in zip(peers, blocks, strict=False)
         )
 
-    def seconds(self, kind: str, operand_bytes: float, *group: int) -> tuple[float, ...]:
+    def seconds(
+        self, kind: str, operand_bytes: float, *group: int, nodes: Groups = ()
+    ) -> tuple[float, ...]:
         """Returns the seconds of each tier in one collective; the longest is the collective's time.
 
         Start-up is charged once for each message step: an all-to-all needs one step per peer, a
-        ring one per device. A link's start-up was measured with `size - 1` steps.
+        ring one per device. A link's start-up was measured with `size - 1` steps. Between nodes
+        with `pairs` the slowest link that a group uses counts: see `ratios`.
 
         Arguments as in `shares`. `seconds("all_to_all", n, 4, 2)`: four devices of each of two
         nodes.
+
+        Args:
+          nodes: the nodes of each group that does the same at the same time.
         """
         result, peers = [], self._peers(group)
         shares = self.shares(kind, operand_bytes, *group)
         ring = SAME.get(kind, kind) in RINGS
-        for tier, number, wire_bytes in zip(self.tiers, peers, shares, strict=True):
-            link = tier.links[LINKS.get(kind, kind)]
+        ratios = self.ratios(SAME.get(kind, kind), nodes)
+        for t, (number, wire_bytes) in enumerate(zip(peers, shares, strict=True)):
+            tier = self.tiers[t]
+            link = tier.links[LINKS.get(kind, kind)].times(*ratios[t])
             steps = math.prod(group) - 1 if ring else number
             starts = max(1.0, steps / max(1, tier.size - 1))
             result.append(link.seconds(wire_bytes, starts) if number else 0.0)
         return tuple(result)
+
+    def ratios(self, kind: str, nodes: Groups) -> tuple[tuple[float, float], ...]:
+        """Returns for each tier how a collective's start-up and time for bytes compare with it.
+
+        A tier's links are those of a collective over all nodes, as slow as the slowest pair that
+        it uses. A collective of other groups of nodes is as slow as the slowest that they use.
+        1, 1 without a matrix, and where no group uses a tier.
+
+        Args:
+          nodes: groups of nodes; empty: all nodes.
+        """
+        if not nodes or not (self.pairs or self.pair_startup_s):
+            return ((1.0, 1.0),) * len(self.tiers)
+        if (kind, nodes) not in self._known_ratios:
+            every = (tuple(range(self.nodes)),)
+            usual = self._slowest(LINKS.get(kind, kind), every)
+            own = self._slowest(kind, nodes)
+            self._known_ratios[kind, nodes] = tuple(
+                (late / late_usual, rate_usual / rate) if rate < math.inf else (1.0, 1.0)
+                for (late_usual, rate_usual), (late, rate) in zip(usual, own, strict=True)
+            )
+        return self._known_ratios[kind, nodes]
+
+    @cached_property
+    def _known_ratios(self) -> dict[tuple[str, Groups], tuple[tuple[float, float], ...]]:
+        return {}
+
+    def _slowest(self, kind: str, nodes: Groups) -> list[tuple[float, float]]:
+        """Returns the longest start-up and the lowest rate of the pairs used on each tier.
+
+        A matrix that is missing counts as ones. The rate is infinite if no pair is used.
+        """
+        found = [(0.0, math.inf)] * len(self.tiers)
+        for a, b in {link for group in nodes for link in links_of(kind, group)}:
+            late = self.pair_startup_s[a][b] if self.pair_startup_s else 1.0
+            rate = self.pairs[a][b] if self.pairs else 1.0
+            t = self._tier_between(a, b)
+            found[t] = max(found[t][0], late), min(found[t][1], rate)
+        return found
+
+    def _tier_between(self, a: int, b: int) -> int:
+        """Returns the tier that joins two nodes: the fastest whose units hold both."""
+        for t, size in enumerate(self.sizes[1:], 1):
+            a, b = a // size, b // size
+            if a == b:
+                return t
+        raise ValueError(f"no tier joins nodes of {self.name}")
+
+    def groupings(self) -> list[Groups]:
+        """Returns the ways to join nodes by fast links, all apart first: see `pairs.groupings`.
+
+        Without a matrix the units of the tiers.
+        """
+        if self.pairs:
+            return groupings(self.pairs)
+        found = []
+        for t in range(1, len(self.tiers) + 1):
+            size = math.prod(self.sizes[1:t])
+            starts = range(0, self.nodes, size)
+            found.append(tuple(tuple(range(start, start + size)) for start in starts))
+        return found
+
+    def reordered(self, order: Sequence[int]) -> "Topology":
+        """Returns the cluster with its nodes in another order. Tiers must not tell nodes apart."""
+
+        def moved(matrix: Matrix) -> Matrix:
+            return tuple(tuple(matrix[a][b] for b in order) for a in order) if matrix else ()
+
+        return dataclasses.replace(
+            self,
+            pairs=moved(self.pairs),
+            pair_startup_s=moved(self.pair_startup_s),
+            node_names=tuple(self.node_names[node] for node in order) if self.node_names else (),
+        )
+
+    def name_of(self, node: int) -> str:
+        """Returns a node's name, or its number."""
+        return self.node_names[node] if self.node_names else str(node)
 
     def crossover(self) -> dict[str, tuple[tuple[int, str], ...]]:
         """Returns whether one flat collective, or one collective per tier, is faster.
@@ -239,7 +337,7 @@ class Topology:
             rates.append(min(out, back) if count > 2 else out)
         usual = statistics.median_high(rates) if rates else 0.0
         return tuple(
-            SlowNode(node, [*self.node_names, *map(str, range(count))][node], rate, usual / rate)
+            SlowNode(node, self.name_of(node), rate, usual / rate)
             for node, rate in enumerate(rates)
             if rate < SLOW_BELOW * usual
         )
@@ -260,7 +358,10 @@ class Topology:
             raise ValueError(f"{self.name} cannot have {nodes} nodes. They must be {rule}.")
         last = dataclasses.replace(self.tiers[-1], size=nodes // fixed)
         tiers = (*self.tiers[:-1], last)
-        return dataclasses.replace(self, tiers=tiers, pairs=(), node_names=(), asymmetric=False)
+        none: tuple = ()
+        return dataclasses.replace(
+            self, tiers=tiers, pairs=none, pair_startup_s=none, node_names=none, asymmetric=False
+        )
 
     def group(self, inside: int, across: int) -> tuple[int, ...]:
         """Returns the group of `inside` devices on each of `across` nodes, for `seconds`."""
@@ -295,3 +396,8 @@ class Topology:
 def same_links(link: Link) -> dict[str, Link]:
     """Returns the same link for every kind of collective."""
     return dict.fromkeys(KINDS, link)
+
+
+def names_of(nodes: Sequence[int], topology: Topology) -> str:
+    """Returns the names of nodes as text."""
+    return " ".join(map(topology.name_of, nodes))

@@ -39,9 +39,15 @@ class TracedStep:
         """The resolved config."""
         return self.train_step.cfg
 
-    def schedule(self, rounds: int = 0) -> Schedule:
+    def schedule(self, rounds: int = 0, *, burst: bool = False) -> Schedule:
         """Returns the step's schedule; see `plan.trace.reader.read`."""
-        return self._read(self.jaxpr, rounds)
+        return self._read(self.jaxpr, rounds, burst)
+
+    @property
+    def bursts(self) -> float:
+        """Share of the steps in which sites send all of the model at once, and wait for it."""
+        outer = self.cfg.outer
+        return 0.0 if outer.every is None or outer.order == "layers" else 1 / outer.every
 
     def peak(self, schedule: Schedule) -> Peak:
         """Returns the step's peak memory. Gradients are as large as the master weights."""
@@ -51,10 +57,10 @@ class TracedStep:
         """Returns the evaluation's peak memory, which includes the whole state."""
         return peak(self._read(self.evaluation, rounds), replaces=False)
 
-    def _read(self, jaxpr: Any, rounds: int) -> Schedule:
+    def _read(self, jaxpr: Any, rounds: int, burst: bool = False) -> Schedule:
         if rounds and not self.train_step.spec.rounds:
             raise ValueError("overflow rounds cannot be priced: traced without overflow rounds")
-        return read_jaxpr(jaxpr, rounds=rounds)
+        return read_jaxpr(jaxpr, rounds=rounds, burst=burst)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class PricedPlan:
     """A plan with its predicted time and memory. Seconds of a step, bytes of one device.
 
     Attributes:
-      parts: (share of the expert layers, the step if all layers were like these).
+      parts: (share of the expert layers and of the steps, the step if all were like these).
       steps, evaluation: peak memory of a step, and of evaluation. Sampling needs no more.
     """
 
@@ -95,7 +101,7 @@ class PricedPlan:
 
     @property
     def seconds(self) -> float:
-        """Predicted time of a step."""
+        """Predicted time of a step; the mean over a period where some wait for all of the model."""
         return sum(share * simulated.seconds for share, simulated in self.parts)
 
     @property
@@ -162,9 +168,12 @@ def price(traced: TracedStep, topology: Topology, load: ExpertLoad) -> PricedPla
     layout, route = traced.train_step.layout, traced.train_step.spec.route
     parts, steps, evaluations = [], [], []
     for share, fill in bucket_fills(load, traced.cfg, layout, route):
-        schedule = traced.schedule(fill.rounds)
-        parts.append((share, simulate_step(schedule, Costs(topology, layout, fill))))
-        steps.append(traced.peak(schedule))
+        costs = Costs(topology, layout, fill)
+        for burst, steps_share in ((False, 1 - traced.bursts), (True, traced.bursts)):
+            if steps_share:
+                schedule = traced.schedule(fill.rounds, burst=burst)
+                parts.append((share * steps_share, simulate_step(schedule, costs)))
+                steps.append(traced.peak(schedule))
         evaluations.append(traced.evaluation_peak(fill.rounds))
     size = attrgetter("bytes")
     return PricedPlan(traced, tuple(parts), max(steps, key=size), max(evaluations, key=size))

@@ -13,12 +13,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
+
+import numpy as np
 
 from moejax.comm.tokens.rounds import ROUNDS
 from moejax.kernels.experts.blocked_mlp import rows_computed
 from moejax.layout.layout import Axes, Layout
 from moejax.plan.cluster.device import Device
+from moejax.plan.cluster.pairs import Groups
 from moejax.plan.cluster.topology import Tier, Topology
 from moejax.plan.price.simulate import COMPUTE, Task, Timeline, simulate
 from moejax.plan.trace.schedule import COPIES, Collective, Op, Schedule
@@ -117,7 +120,8 @@ class Costs:
         group = group_of(self.topology, self.layout, collective.axes)
         if group is None:
             return []
-        seconds = self.topology.seconds(collective.kind, collective.bytes, *group)
+        nodes = node_groups(self.layout, collective.axes)
+        seconds = self.topology.seconds(collective.kind, collective.bytes, *group, nodes=nodes)
         shares = self.topology.shares(collective.kind, collective.bytes, *group)
         times = list(zip(self.topology.tiers, seconds, shares, strict=True))
         if collective.kind == "ppermute" and group[0] > 1:
@@ -171,6 +175,22 @@ def group_of(topology: Topology, layout: Layout, axes: Axes) -> tuple[int, ...] 
     inside = layout.size(layout.inside_node(axes))
     across = layout.size(layout.between_nodes(axes))
     return None if inside * across == 1 else topology.group(inside, across)
+
+
+@lru_cache(maxsize=1024)
+def node_groups(layout: Layout, axes: Axes) -> Groups:
+    """Returns the nodes of each group of a collective; empty where it stays inside nodes.
+
+    Devices fill nodes in the order of the mesh, so the places along its slow axes count nodes.
+    """
+    across = layout.between_nodes(axes)
+    if not across:
+        return ()
+    slow = [axis for axis, _ in layout.sizes if axis in layout.slow]
+    sizes = [layout.size((axis,)) for axis in slow]
+    nodes = np.arange(math.prod(sizes)).reshape(sizes)
+    nodes = np.moveaxis(nodes, [slow.index(axis) for axis in across], range(-len(across), 0))
+    return tuple(map(tuple, nodes.reshape(-1, layout.size(across)).tolist()))
 
 
 def alone(op: Op, device: Device, share: float = 1.0) -> float:

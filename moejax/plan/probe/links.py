@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from moejax.comm import wire
 from moejax.comm.cpu import gloo
 from moejax.layout.layout import Axes
+from moejax.plan.cluster.pairs import Matrix
 from moejax.plan.cluster.topology import KINDS, Link, Tier, same_links
 from moejax.plan.probe.fit import fit_link
 from moejax.plan.probe.timer import (
@@ -39,6 +40,7 @@ COMPILE_S = 0.5  # estimate of one compilation
 AIM_S = 0.12
 TOGETHER_S = 0.25  # longest call that is measured beside others
 PAIR_S = 0.2  # one transfer between two nodes
+ROUND_TRIPS = 16  # of a small message between two nodes
 PRODUCT = 256  # size of the matrices multiplied beside a collective
 PRODUCTS = 4  # products between collectives; twice as many to measure sharing of cores
 TINY = 2**10  # bytes of a device's operand, so few that only the startup counts
@@ -232,11 +234,11 @@ def _products(count: int) -> Operation:
 
 def probe_pairs(
     devices: Any, processes: Processes, bytes_per_s: float, *, progress: ProgressFn
-) -> tuple[tuple[float, ...], ...]:
-    """Returns bytes a second of a device from node (row) to node (column).
+) -> tuple[Matrix, Matrix]:
+    """Returns bytes a second of a device from node (row) to node (column), and seconds of a start.
 
     Each pair of nodes is measured in one direction at a time; pairs without a common node run at
-    the same time.
+    the same time. A start is half of the time of a small message there and back.
 
     Args:
       devices: [nodes][devices of a node].
@@ -244,13 +246,16 @@ def probe_pairs(
     """
     nodes = len(devices)
     size = 2 ** round(math.log2(min(LARGEST, max(SMALLEST, bytes_per_s * PAIR_S))))
-    rates = [[0.0] * nodes for _ in range(nodes)]
+    rates, starts = ([[0.0] * nodes for _ in range(nodes)] for _ in range(2))
     for number, games in enumerate(tournament(nodes)):
         progress(f"pairs of nodes, round {number + 1}")
+        late = _transfer(devices, processes, games, TINY, round_trips=ROUND_TRIPS)
+        for (a, b), seconds in late.items():
+            starts[a][b] = starts[b][a] = seconds / (2 * ROUND_TRIPS)
         for pairs in (games, [(b, a) for a, b in games]):
             for (a, b), seconds in _transfer(devices, processes, pairs, size).items():
-                rates[a][b] = size / seconds
-    return tuple(map(tuple, rates))
+                rates[a][b] = size / max(seconds - starts[a][b], seconds / 2)
+    return tuple(map(tuple, rates)), tuple(map(tuple, starts))
 
 
 def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -264,16 +269,30 @@ def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _transfer(
-    devices: Any, processes: Processes, pairs: list[tuple[int, int]], size: int
+    devices: Any,
+    processes: Processes,
+    pairs: list[tuple[int, int]],
+    size: int,
+    *,
+    round_trips: int = 0,
 ) -> dict[tuple[int, int], float]:
-    """Returns the seconds in which each device of a pair's first node sends `size` bytes."""
+    """Returns the seconds in which each device of a pair's first node sends `size` bytes.
+
+    Args:
+      round_trips: so often the bytes go there and come back; 0: they go there once.
+    """
     runs, operations = {}, unrolled(build_probe_mesh(devices))
+
+    def there(x: jax.Array) -> jax.Array:
+        return wire.ppermute(x, AXES[:1], [(0, 1)])
+
+    def and_back(x: jax.Array) -> jax.Array:
+        return wire.ppermute(there(x), AXES[:1], [(1, 0)])
+
     for a, b in pairs:
         mesh = build_probe_mesh([devices[a], devices[b]])
         if any(d.process_index == jax.process_index() for d in mesh.devices.flat):
-            runs[a, b] = loop(
-                lambda x: wire.ppermute(x, AXES[:1], [(0, 1)]), _zeros(size // 4), mesh
-            )
+            runs[a, b] = loop(and_back if round_trips else there, _zeros(size // 4), mesh)
     for run in runs.values():
         run.lower(0).compile()
     processes.gather("compiled")
@@ -281,18 +300,18 @@ def _transfer(
         jax.block_until_ready(run(1))
     shortest: dict[tuple[int, int], float] = {}
     for _ in range(2):
-        for pair, seconds in _time_pairs(runs, processes).items():
+        for pair, seconds in _time_pairs(runs, processes, max(1, round_trips)).items():
             shortest[pair] = min(seconds / operations, shortest.get(pair, math.inf))
     return shortest
 
 
-def _time_pairs(runs: dict[tuple[int, int], Any], processes: Processes) -> dict:
-    """Times one transfer of each pair, less an empty run; the slower of the two nodes counts."""
+def _time_pairs(runs: dict[tuple[int, int], Any], processes: Processes, count: int) -> dict:
+    """Times `count` trips of each pair, less an empty run; the slower of the two nodes counts."""
     meet(processes)
     measured = []
     for pair, run in runs.items():
         marks = [time.perf_counter()]
-        for times in (0, 1):
+        for times in (0, count):
             jax.block_until_ready(run(times))
             marks.append(time.perf_counter())
         empty, single = (after - before for before, after in itertools.pairwise(marks))

@@ -15,6 +15,7 @@ import jax
 
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.file import ASYMMETRY, VERSION, from_json, to_text
+from moejax.plan.cluster.pairs import Matrix
 from moejax.plan.cluster.topology import KINDS, Tier, Topology
 from moejax.plan.probe.device import probe_device, probe_host
 from moejax.plan.probe.links import probe_oversubscription, probe_pairs, probe_tier
@@ -25,6 +26,7 @@ from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
 
 SECONDS, QUICK_SECONDS = 28.0, 10.0  # for all links
+LATER, LATER_S = 2.0, 2e-3  # times, and seconds: less is noise of start-ups between nodes
 MAX_PAIRED = 64  # nodes whose pairs are measured; more would take minutes
 
 
@@ -156,17 +158,32 @@ def _probe_tiers(
 def _with_pairs(
     topology: Topology, nodes: Nodes, processes: Processes, progress: ProgressFn
 ) -> Topology:
-    """Adds the rates of pairs of nodes, measured twice if they differed by direction."""
+    """Adds the rates of pairs of nodes, measured twice if they differed by direction.
+
+    Starts are kept only where some are clearly later than others: else they are noise.
+    """
     rate = topology.tiers[1].links["all_to_all"].bytes_per_s
 
-    def measure() -> tuple[tuple[float, ...], ...]:
+    def measure() -> Sequence[Sequence[Sequence[float]]]:
         return processes.gather(probe_pairs(nodes.devices, processes, rate, progress=progress))[0]
 
-    pairs = tuple(map(tuple, measure()))
+    pairs, starts = (tuple(map(tuple, matrix)) for matrix in measure())
     if _asymmetric(pairs):
-        repeated = measure()
+        repeated, _ = measure()
         pairs = tuple(tuple(map(max, *rows)) for rows in zip(pairs, repeated, strict=True))
-    return replace(topology, pairs=pairs, node_names=nodes.names, asymmetric=_asymmetric(pairs))
+    return replace(
+        topology,
+        pairs=pairs,
+        pair_startup_s=starts if differ(starts) else (),
+        node_names=nodes.names,
+        asymmetric=_asymmetric(pairs),
+    )
+
+
+def differ(starts: Matrix) -> bool:
+    """Returns whether some start-ups between nodes are clearly longer than others."""
+    times = [seconds for row in starts for seconds in row if seconds]
+    return max(times) > max(LATER * min(times), min(times) + LATER_S)
 
 
 def _slow_nodes(topology: Topology) -> list[str]:

@@ -21,6 +21,7 @@ from moejax.plan.price.cost import SimulatedStep, alone
 from moejax.plan.price.routing import ExpertLoad, busiest_device
 from moejax.plan.price.terms import terms, tokens_per_second, why
 from moejax.plan.report.host import host_parts, host_text, residuals_text
+from moejax.plan.report.sites import advice_text, order_text, sites_texts
 from moejax.plan.search.fitting import MEMORY_SHARE
 from moejax.plan.search.search import LESS_BUSY, SAME, SearchResult, has_codecs
 from moejax.plan.search.space import RULES
@@ -100,6 +101,11 @@ def rest_parts(cfg: Config) -> dict[str, str]:
             "one after the other, so that less lives at one time"
         )
     parts |= host_parts(cfg)
+    if cfg.outer.every is not None:
+        how = "" if cfg.outer.order == "layers" else ", all at once"
+        parts[f"copies are sites, H = {cfg.outer.every}, {cfg.outer.codec}{how}"] = (
+            "each site trains on its own, and weights are averaged once in H steps"
+        )
     if mesh.context > 1:
         parts[f"{mesh.context} devices share a sequence, keys by {mesh.context_exchange}"] = (
             "each holds some of its positions, and sees the others' keys and values"
@@ -222,7 +228,14 @@ def gain_text(result: SearchResult) -> str:
 
 def remarks(result: SearchResult, topology: Topology, load: ExpertLoad) -> list[str]:
     """Returns the lines below the reasons of a plan, as far as there is something to say."""
+    found, without = result.sites, ""
+    if found is not None and found.without is not None:
+        without = plan_text(found.without.cfg)
+    sites = () if found is None else sites_texts(found, topology, without)
     texts = (
+        *sites,
+        order_text(result, topology, load),
+        advice_text(result, topology, load),
         host_text(result.ranked[0], result),
         residuals_text(result, topology),
         copies_text(result, load),

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from moejax.config.checks.size import attention_parameters, mean_of_mixers, mlp_parameters
+from moejax.config.compression import outer_codec
 from moejax.config.pattern import ahead_kind, block_kinds, layer_groups, settings_of
 from moejax.config.schema import Config, ModelConfig
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.model.block import MIXERS
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.price.cost import group_of
+from moejax.plan.price.cost import group_of, node_groups
 from moejax.step.pipeline.schedule import PipelineSchedule, build_schedule
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -132,6 +133,7 @@ class Estimate:
         # In float32: masters, two moments, two copies of gradients, and their sum over
         # micro-batches. In the dtype of compute: one block's gathered weights.
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
+        held += self._outer() * self.own
         held -= self._moments() + (12 + 4 * (self.cfg.train.micro_batches > 1)) * self._experts()
         if self.stages == 1:
             held += width * (self._largest_block() + self._kept_in_node())
@@ -146,6 +148,11 @@ class Estimate:
             held += (block * KEPT[model.remat] + self._passed()) * self._blocks()
             held += NEAR * self._kept() * (self.cfg.memory.residuals == "host")
         return held + kept - away + 2 * block
+
+    def _outer(self) -> int:
+        """Returns the bytes that an outer loop keeps of each number: weights, momentum, error."""
+        outer = outer_codec(self.cfg) if self.cfg.outer.every is not None else None
+        return 8 * (self.cfg.outer.every is not None) + 4 * (outer is not None and outer.feedback)
 
     def host_state(self) -> float:
         """Returns the bytes of the state of a device in its host's memory."""
@@ -424,14 +431,19 @@ class Estimate:
         layout = self.layout
         width = WIDTHS[self.cfg.model.dtype]
         wide = WIDTHS[self.cfg.train.gradient_dtype]
-        every = axes + layout.replica
+        copies = self._copies()
+        every = axes + copies
         inside, across = layout.inside_node(every), layout.between_nodes(every)
         total = self._gathered(size * width, axes)
         total += self._cost("reduce_scatter", reduced * wide, inside)
         left = reduced * wide / layout.size(inside)
         total += self._cost("all_reduce", left, across)
-        copies = layout.inside_node(layout.replica)
+        copies = layout.inside_node(copies)
         return total + self._cost("all_gather", left * layout.size(copies), copies)
+
+    def _copies(self) -> Axes:
+        """Returns the axes along which copies sum gradients: none where they are sites."""
+        return self.layout.replica if self.cfg.outer.every is None else ()
 
     def _gathered(self, size: float, axes: Axes) -> float:
         """Returns the seconds of gathering weights of a number of bytes."""
@@ -446,7 +458,10 @@ class Estimate:
 
     def _cost(self, kind: str, size: float, axes: Axes) -> float:
         group = group_of(self.topology, self.layout, axes)
-        return 0.0 if group is None else max(self.topology.seconds(kind, size, *group))
+        if group is None:
+            return 0.0
+        nodes = node_groups(self.layout, axes)
+        return max(self.topology.seconds(kind, size, *group, nodes=nodes))
 
 
 @lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ from moejax.plan.search.space import SETTINGS, plan_of
 
 VERSION = 1
 KEYS = {"topology", "devices", "nodes", "routing", "settings", "predicted", "runner_up"}
-LATER = {"cut", "platform", "device_memory_bytes"}  # fields that older files lack
+LATER = {"cut", "platform", "device_memory_bytes", "order"}  # fields that older files lack
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Plan:
       cut: one line about the time cap if it ended the search; None: another search finds the same.
       platform: platform of the cluster's devices; None in older files.
       device_memory_bytes: memory of one device; None in older files.
+      order: names of the cluster's nodes in the order that the plan is for; None: as they are.
     """
 
     topology: str
@@ -46,6 +47,7 @@ class Plan:
     cut: str | None = None
     platform: str | None = None
     device_memory_bytes: int | None = None
+    order: list[str] | None = None
 
     def apply(self, cfg: Config) -> Config:
         """Returns the config with the plan's settings."""
@@ -55,6 +57,8 @@ class Plan:
 def plan_from(result: SearchResult, topology: Topology, routing: str) -> Plan:
     """Returns the best plan of a search."""
     best, *others = result.ranked
+    sites = result.sites.best if result.sites is not None else None
+    order = sites.order if sites is not None and sites.plan is best else None
     return Plan(
         topology=topology.name,
         devices=topology.devices,
@@ -66,6 +70,7 @@ def plan_from(result: SearchResult, topology: Topology, routing: str) -> Plan:
         cut=result.cut,
         platform=topology.device.platform,
         device_memory_bytes=topology.device.memory_bytes,
+        order=None if order is None else list(map(topology.name_of, order)),
     )
 
 
@@ -105,6 +110,11 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+def _are_names(value: Any) -> bool:
+    named = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return value is None or named
+
+
 COUNT, NAMES = "a whole number above 0", ", ".join(PLATFORMS)
 # Field -> whether a value is right, and the rule in words.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -115,6 +125,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cut": (lambda value: isinstance(value, str | None), "a text or null"),
     "platform": (lambda value: value in (None, *PLATFORMS), f"one of {NAMES}, or null"),
     "device_memory_bytes": (lambda value: value is None or _is_count(value), f"{COUNT}, or null"),
+    "order": (_are_names, "names of nodes, or null"),
 }
 
 

@@ -22,6 +22,7 @@ from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.fields import change, get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError
+from moejax.plan.cluster.pairs import Groups
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import (
     PricedPlan,
@@ -38,6 +39,40 @@ from moejax.plan.search.fitting import Fitting
 from moejax.plan.search.space import Limits
 
 
+@dataclass(frozen=True)
+class Sites:
+    """A plan with an outer loop.
+
+    Attributes:
+      groups: nodes of each site.
+      order: all nodes, in the order that the plan is for; None: as they are.
+      at_once: the same plan with everything sent after a period, when the step waits.
+      hidden: whether the step hides what sites send.
+    """
+
+    plan: PricedPlan
+    groups: Groups
+    order: tuple[int, ...] | None
+    at_once: PricedPlan
+    hidden: bool
+
+
+@dataclass(frozen=True)
+class FoundSites:
+    """The result of `plan.search.sites`.
+
+    Attributes:
+      best: None if no nodes form sites.
+      without: the best plan without an outer loop; None if none was looked for.
+      notes: why some nodes that belong together are no sites.
+    """
+
+    best: Sites | None
+    others: tuple[Sites, ...]
+    without: PricedPlan | None
+    notes: tuple[str, ...]
+
+
 @dataclass
 class SearchResult:
     """The result of a search.
@@ -52,6 +87,7 @@ class SearchResult:
       host_budget: bytes of a node's host that a plan may use.
       rules: plans of `space.RULES`, fastest first, each made lighter until it fits; those that
         cannot fit stand at the end.
+      sites: what `plan.sites` asked for; None: nothing.
     """
 
     ranked: list[PricedPlan]
@@ -63,6 +99,7 @@ class SearchResult:
     cut: str | None = None
     rules: dict[str, PricedPlan] = field(default_factory=dict)
     host_budget: float = math.inf
+    sites: FoundSites | None = None
 
     def fits(self, plan: PricedPlan) -> bool:
         """Returns whether a plan fits devices and hosts."""

@@ -21,8 +21,9 @@ from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError
 from moejax.layout.route import ROUTES
 
-# Settings of a plan: all that a search chooses, and the preset that its codecs replace.
-SETTINGS = (*CHOSEN, "compression.preset")
+# Settings of a plan: all that a search chooses, the preset that its codecs replace, and sites.
+OUTER = ("outer.every", "outer.codec", "outer.order")  # chosen where `plan.sites` asks for it
+SETTINGS = (*CHOSEN, "compression.preset", *OUTER)
 MAX_CHUNKS = 8
 TURNS = (2, 8)  # micro-batches for each stage; a search then tries half and twice as many
 ROWS = ("mesh.replica", "mesh.fsdp", "mesh.expert")  # axes that share a stage's sequences
@@ -355,7 +356,12 @@ def _is_kept(cfg: Config, name: str) -> bool:
 
 
 def rules(cfg: Config, limits: Limits) -> dict[str, Config]:
-    """Returns the plans of `RULES` that differ and break no rule of configs; flat, no codec."""
+    """Returns the plans of `RULES` that differ and break no rule of configs; flat, no codec.
+
+    None of them has sites.
+    """
+    if cfg.outer.every is not None:
+        return {}
     devices, inside = limits.devices, limits.devices // limits.nodes
     sizes = {"FSDP": {"fsdp": devices}, "HSDP": {"fsdp": inside, "replica": limits.nodes}}
     if cfg.model.has_experts:

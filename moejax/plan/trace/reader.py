@@ -1,7 +1,8 @@
 """Reads a traced program: every product, memory-bound region and collective that it will run.
 
 The walk enters calls and loops. For a `lax.switch` or `lax.cond` it reads the first (false) branch,
-as ordinary steps do. If buckets overflow, it reads the branch with overflow rounds.
+as ordinary steps do. If buckets overflow, it reads the branch with overflow rounds, and of the step
+in which sites send all at once the branch that sends.
 Nothing here runs or needs a device. The time does not depend on the size of the mesh.
 """
 
@@ -45,13 +46,14 @@ TRANSFORMS |= {"while", "body", "cond", "closed_call", "shard_map", "remat"}
 Scope = tuple[str, ...]  # named scopes, outermost first
 
 
-def read(jaxpr: Any, *, rounds: int = 0) -> Schedule:
+def read(jaxpr: Any, *, rounds: int = 0, burst: bool = False) -> Schedule:
     """Returns the schedule of a jaxpr, open or closed.
 
     Args:
       rounds: overflow rounds of each expert layer; 0: no bucket overflows.
+      burst: whether it is the last step of an outer loop's period, for `outer.order` all.
     """
-    return _Reader(rounds).schedule(opened(jaxpr), ())
+    return _Reader(rounds, burst).schedule(opened(jaxpr), ())
 
 
 def collectives(jaxpr: Any) -> list[Collective]:
@@ -62,8 +64,8 @@ def collectives(jaxpr: Any) -> list[Collective]:
 class _Reader:
     """Turns one jaxpr and the calls inside into nodes; each loop body gets its own reader."""
 
-    def __init__(self, rounds: int):
-        self.rounds = rounds
+    def __init__(self, rounds: int, burst: bool = False):
+        self.rounds, self.burst = rounds, burst
         self.storage = Storage()
         self.nodes: list[Node] = []
         self.sent: set[int] = set()  # values that copies from the device made
@@ -119,9 +121,7 @@ class _Reader:
         if name == "while":
             return self._while(eqn, operands, scope)
         if name == "cond":
-            branches = eqn.params["branches"]
-            taken = [b for b in branches if self.rounds and _has_rounds(b)] or branches
-            return self._run(opened(taken[0]), operands[1:], scope)
+            return self._run(opened(self._taken(eqn, scope)), operands[1:], scope)
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
@@ -151,6 +151,12 @@ class _Reader:
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
         return self._add("region", eqn, operands, scope, **_computed(eqn))
+
+    def _taken(self, eqn: Any, scope: Scope) -> Any:
+        """Returns the branch of a conditional that is read."""
+        branches = eqn.params["branches"]
+        taken = [b for b in branches if self.rounds and _has_rounds(b)] or branches
+        return taken[-1 if self.burst and "outer" in scope else 0]
 
     def _add(
         self, kind: Any, eqn: Any, operands: list, scope: Scope, unread: float = 1.0, **cost: Any
@@ -273,7 +279,7 @@ class _Reader:
           carried: index of the carry in the body's inputs, and its initial values.
         """
         first, carry = carried
-        body = _Reader(self.rounds).schedule(opened(jaxpr), scope, len(carry))
+        body = _Reader(self.rounds, self.burst).schedule(opened(jaxpr), scope, len(carry))
         written: list[int] = [
             self._new(var) if value is None else self.storage.alias(value)
             for value, var in zip(carry, eqn.outvars, strict=False)

@@ -30,6 +30,7 @@ FULL = replace(
     TWO,
     name="rack [ 3 ,  4 ]",
     pairs=((0.0, 5.0), (6.0, 0.0)),
+    pair_startup_s=((0.0, 0.05), (0.04, 0.0)),
     node_names=("a", "b"),
     device=replace(TWO.device, copies=((1e3, 4e9), (1e6, 2e9)), exponentials_per_s=1e9),
     tiers=(
@@ -94,7 +95,7 @@ def known_gpu(rate):
         facts["tiers"] = [copy.deepcopy(facts["tiers"][1])]
         facts["tiers"][0] |= {"size": 8}
         facts["tiers"][0]["links"]["all"]["bytes_per_s"] = rate
-        for name in ("pairs", "node_names"):
+        for name in ("pairs", "pair_startup_s", "node_names"):
             del facts[name]
 
     return edit
@@ -136,6 +137,11 @@ REFUSED = [
     (change("pairs.0.1", None), "`pairs` is wrong", "missing must be measured"),
     (change("pairs.1.1", 3), "`pairs[1][1]` is wrong", "0"),
     (change("pairs.0.1", 4.7), "differ by direction: 1 to 0", "asymmetric"),
+    (change("pairs.0.1", 5e12), "`pairs[0][1]` is too fast", "in bits"),
+    (change("pair_startup_s", [[0, 1]]), "`pair_startup_s` is not whole", "2 rows of 2"),
+    (change("pair_startup_s.0.1", 0), "`pair_startup_s[0][1]` is wrong", "every pair is measured"),
+    (change("pair_startup_s.0.1", -1), "`pair_startup_s` is wrong", "none below 0"),
+    (change("pair_startup_s.0.1", 100), "`pair_startup_s` is too long", "50 ms are 0.05"),
     (change("node_names", ["a"]), "`node_names` is wrong", "2 names"),
     (change("node_names", [1, 2]), "`node_names` is wrong", "a list of strings"),
     (change("asymmetric", 1), "`asymmetric` is wrong", "true or false"),
@@ -265,7 +271,7 @@ def test_a_tier_may_be_slower_in_one_kind(tmp_path):
 
 def test_the_example_of_the_page_is_a_topology():
     page = (Path(__file__).parents[3] / "docs/formats/topology.md").read_text()
-    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    links, example = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     topology = from_json(json.loads(example), "docs/formats/topology.md")
     assert (topology.devices, topology.nodes) == (16, 2)
     known = load_topology("h200:2")
@@ -274,3 +280,6 @@ def test_the_example_of_the_page_is_a_topology():
         assert rates[0] == rates[1]
     for dtype, curve in topology.device.products.items():
         assert set(curve) <= set(known.device.products[dtype])
+    places = from_json(json.loads(example) | json.loads(f"{{{links}}}"), "docs/formats/topology.md")
+    assert places.groupings()[1] == ((0, 1), (2, 3))
+    assert places.ratios("all_gather", ((0, 1),))[1] == pytest.approx((1 / 50, 1 / 40))

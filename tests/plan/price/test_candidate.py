@@ -81,3 +81,26 @@ def test_what_sites_send_is_counted_and_hidden_behind_the_step():
     gradients = waits["dense_gradient"] + waits["expert_gradient"]
     assert gradients > 10 * found.main.totals.exposed["outer"]
     assert found.seconds < plain.seconds
+
+
+def test_sites_that_send_all_at_once_wait_in_one_step_of_a_period():
+    """In one step of four each device waits for the shard of the other site; the mean counts it."""
+    cfg = small_config((2, 1, 4, 1), moe=CERTAIN, train={"batch_sequences": 64})
+    cfg = replace(cfg, mesh=replace(cfg.mesh, nodes=2))
+    cfg = replace(cfg, outer=OuterConfig(every=4, codec="none", order="all"))
+    topology = cluster(slow=1e6)
+    found = price(trace_config(cfg, "cpu", BALANCED), topology, BALANCED)
+    (ordinary, usual), (seldom, burst) = found.parts
+    assert (ordinary, seldom) == (0.75, 0.25)
+    assert found.seconds == pytest.approx(0.75 * usual.seconds + 0.25 * burst.seconds)
+    assert found.main is usual
+    shapes = found.traced.train_step.abstract.params
+    shard = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(shapes))
+    sent = burst.totals.bytes_sent["network", "outer"] - usual.totals.bytes_sent["network", "outer"]
+    assert 4 * shard <= sent <= 4 * shard + 4 * 32  # of a ring of two: all of the other site's
+    waited = burst.totals.exposed["outer"] - usual.totals.exposed["outer"]
+    assert waited == pytest.approx(sent / 1e6, rel=0.05)
+    each = replace(cfg, outer=OuterConfig(every=1, codec="none", order="all"))
+    only = price(trace_config(each, "cpu", BALANCED), topology, BALANCED)
+    assert [share for share, _ in only.parts] == [1.0]
+    assert only.seconds == pytest.approx(burst.seconds)

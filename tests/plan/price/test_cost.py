@@ -9,7 +9,7 @@ import pytest
 
 from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
-from moejax.plan.price.cost import BucketFill, Costs, alone, simulate_step
+from moejax.plan.price.cost import BucketFill, Costs, alone, node_groups, simulate_step
 from moejax.plan.trace.reader import read
 from moejax.plan.trace.schedule import Collective, Op, Schedule
 from tests.cases import small_config
@@ -303,3 +303,27 @@ def test_a_gather_beside_the_step_is_hidden_behind_it_and_no_collective_waits_fo
     assert hidden.totals.exposed.get("outer", 0.0) < 0.01
     assert hidden.seconds == pytest.approx(2.0, rel=0.02)
     assert waited.seconds == pytest.approx(3.0, rel=0.02)
+
+
+def test_a_group_along_an_axis_pays_for_the_links_of_its_own_nodes():
+    """Four nodes, replica 2 x fsdp 2 over them: 0 and 1 are near, and so are 2 and 3."""
+    layout = build_layout(MeshConfig(replica=2, fsdp=2, expert=2, nodes=4))
+    assert node_groups(layout, ("fsdp",)) == ((0, 1), (2, 3))
+    assert node_groups(layout, ("replica",)) == ((0, 2), (1, 3))
+    assert node_groups(layout, ("replica", "fsdp", "expert")) == ((0, 1, 2, 3),)
+    assert node_groups(layout, ("expert",)) == ()
+    pairs = tuple(
+        tuple(0.0 if a == b else 8e7 if a // 2 == b // 2 else 1e7 for b in range(4))
+        for a in range(4)
+    )
+    topology = dataclasses.replace(cluster(inside=2, nodes=4), pairs=pairs)
+    costs = Costs(topology, layout, BucketFill())
+    for axis, rate in (("fsdp", 8e7), ("replica", 1e7)):
+        gather = Collective("all_gather", (axis,), "float32", 2 * 10**6, 1)
+        ((tier, seconds, size),) = costs.links(gather)
+        assert (tier.name, size) == ("network", 1e6)
+        startup = 1e-4 * max(1.0, 1 / 3)
+        assert seconds == pytest.approx(startup + 1e6 / rate)
+    # Two axes along which one starts at a fast mesh axis and one at a slow one.
+    split = build_layout(MeshConfig(replica=4, expert=2, nodes=2))
+    assert node_groups(split, split.replica) == ((0, 1),)

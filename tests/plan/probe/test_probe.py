@@ -260,10 +260,22 @@ def test_what_is_measured_may_contradict_what_was_seen(inside, sizes, warning, m
 
 def test_pairs_of_nodes_are_all_measured():
     devices = np.array(jax.devices()[:6]).reshape(3, 2)
-    pairs = probe_pairs(devices, Processes(), 1e7, progress=lambda _: None)
+    pairs, starts = probe_pairs(devices, Processes(), 1e7, progress=lambda _: None)
     for a in range(3):
         for b in range(3):
-            assert (pairs[a][b] > 0) == (a != b)
+            assert (pairs[a][b] > 0) == (starts[a][b] > 0) == (a != b)
+            assert starts[a][b] == starts[b][a]  # half of there and back
+
+
+def test_only_starts_that_differ_clearly_are_kept():
+    def starts(*late):
+        """Of three nodes, in milliseconds."""
+        a, b, c = (1e-3 * ms for ms in late)
+        return ((0.0, a, b), (a, 0.0, c), (b, c, 0.0))
+
+    assert probe_module.differ(starts(1, 50, 50))
+    assert not probe_module.differ(starts(0.2, 1.9, 0.3)), "less than 2 ms is noise"
+    assert not probe_module.differ(starts(30, 50, 45)), "and so is less than twice"
 
 
 def test_a_timed_loop_holds_the_collective_that_it_times():
