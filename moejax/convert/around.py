@@ -102,7 +102,7 @@ class Surroundings:
 
 
 def open_around(
-    folder: Path, family: Family, text: Mapping[str, Any], *, predicts_ahead: bool
+    folder: Path, family: Family, text: Mapping[str, Any], predicts_ahead: bool
 ) -> Surroundings:
     """Returns the model in a folder, into which an exported text model goes.
 

@@ -91,27 +91,14 @@ def export_run(
     """
     check_new_folder(out)
     with join() as processes:
-        wanted = run
-        if step is not None:
-            below = run / "checkpoints"
-            wanted = (below if below.is_dir() else run) / str(step)
-        saved = locate(str(wanted), "full", processes)
+        saved = locate(str(_checkpoint(run, step)), "full", processes)
         cfg, origin = _config_of(saved), origin_of(saved.path)
-        if adapter and around is not None:
-            raise InputError(
-                "`--around` has no effect on adapters alone. Leave out one of the two."
-            )
-        if adapter and cfg.lora.rank is None:
-            raise InputError(
-                f"no adapters in {saved.path}. Its run trained all weights, and --adapter writes "
-                "adapters alone. Leave it out."
-            )
+        if adapter:
+            _check_adapter(saved, cfg, around)
         frozen = frozen_source(saved, cfg, base, processes)
         chosen, config = choose_family(cfg, read_config(origin), family)
-        outer = None
-        if around is not None:
-            ahead = bool(cfg.model.predict_ahead)
-            outer = open_around(around, chosen, config, predicts_ahead=ahead)
+        ahead = bool(cfg.model.predict_ahead)
+        outer = None if around is None else open_around(around, chosen, config, ahead)
         export = _Export(saved, cfg, frozen, chosen, config, origin, outer)
         console = screen(stderr=True, quiet=not processes.first)
         if adapter:
@@ -121,6 +108,25 @@ def export_run(
         summary = f"exported step {saved.step} of {run} as {chosen.name} to {out}: {summary}"
         console.print(summary, highlight=False, soft_wrap=True)
         processes.gather("done")
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    """Returns the path of a run's checkpoint of a step, or of the run for its newest."""
+    if step is None:
+        return run
+    below = run / "checkpoints"
+    return (below if below.is_dir() else run) / str(step)
+
+
+def _check_adapter(saved: Saved, cfg: Config, around: Path | None) -> None:
+    """Refuses to write adapters alone where there are none, or with a model around them."""
+    if around is not None:
+        raise InputError("`--around` has no effect on adapters alone. Leave out one of the two.")
+    if cfg.lora.rank is None:
+        raise InputError(
+            f"no adapters in {saved.path}. Its run trained all weights, and --adapter writes "
+            "adapters alone. Leave it out."
+        )
 
 
 def _config_of(saved: Saved) -> Config:

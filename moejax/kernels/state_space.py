@@ -58,8 +58,7 @@ def state_space(
     """
     (B, T, H, V), G, dtype = v_BTHV.shape, k_BTGC.shape[2], v_BTHV.dtype
     segment_BT = jnp.zeros((B, T), jnp.int32) if segment_BT is None else segment_BT
-    if state_BHCV is None:
-        state_BHCV = jnp.zeros((B, H, k_BTGC.shape[-1], V), jnp.float32)
+    state_BHCV = jnp.zeros((B, H, k_BTGC.shape[-1], V)) if state_BHCV is None else state_BHCV
     chunks = partial(cut, length=min(chunk, T))
     q_NBGQC, k_NBGQC = chunks(q_BTGC), chunks(k_BTGC)
     v_NBGRQV = by_key_head(chunks(v_BTHV), G)
@@ -75,19 +74,24 @@ def state_space(
         return kept_BGR11 * state_BGRCV + written_BGRCV, state_BGRCV
 
     if callable(state_BHCV):
-        nothing = Effect(jnp.ones_like(kept_NBGR11[0]), jnp.zeros_like(written_NBGRCV[0]))
-        each = Effect(kept_NBGR11, written_NBGRCV)
-        every, _ = lax.scan(lambda early, late: (early.then(late), None), nothing, each)
-        state_BHCV = state_BHCV(Effect(*(x.reshape(B, H, *x.shape[3:]) for x in every)))
+        state_BHCV = state_BHCV(_effect(kept_NBGR11, written_NBGRCV))
     first_BGRCV = by_key_head(state_BHCV.astype(jnp.float32)[None], G)[0]
     last_BGRCV, state_NBGRCV = lax.scan(go_on, first_BGRCV, (kept_NBGR11, written_NBGRCV))
-    y_NBGRQV = dot("nbgqc,nbgrcv->nbgrqv", q_NBGQC, state_NBGRCV.astype(dtype))
-    y_NBGRQV = times(before_NBGRQ, y_NBGRQV)
+    old_NBGRQV = dot("nbgqc,nbgrcv->nbgrqv", q_NBGQC, state_NBGRCV.astype(dtype))
     met_NBG1QJ = dot("nbgqc,nbgjc->nbgqj", q_NBGQC, k_NBGQC)[:, :, :, None]
     seen_NBGRQJ = (met_NBG1QJ * within_NBGRQJ).astype(dtype)
-    y_NBGRQV += dot("nbgrqj,nbgrjv->nbgrqv", seen_NBGRQJ, v_NBGRQV)
+    new_NBGRQV = dot("nbgrqj,nbgrjv->nbgrqv", seen_NBGRQJ, v_NBGRQV)
+    y_NBGRQV = times(before_NBGRQ, old_NBGRQV) + new_NBGRQV
     y_BTHV = y_NBGRQV.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, H, V)
     return y_BTHV[:, :T], last_BGRCV.reshape(state_BHCV.shape)
+
+
+def _effect(kept_NBGR11: jax.Array, written_NBGRCV: jax.Array) -> Effect:
+    """Returns what all chunks do to the state before them, [B, H, ...]."""
+    nothing = Effect(jnp.ones_like(kept_NBGR11[0]), jnp.zeros_like(written_NBGRCV[0]))
+    each = Effect(kept_NBGR11, written_NBGRCV)
+    every, _ = lax.scan(lambda early, late: (early.then(late), None), nothing, each)
+    return Effect(*(x.reshape(len(x), -1, *x.shape[3:]) for x in every))
 
 
 def state_space_step(

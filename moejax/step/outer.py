@@ -105,12 +105,10 @@ class Counted(NamedTuple):
     Attributes:
       weight_R: tokens that a site's part has seen, or a multiple; negative: it does not count.
       site: this site's number.
-      axes: all mesh axes of a site.
     """
 
     weight_R: jax.Array
     site: int
-    axes: Axes
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,7 @@ class OuterLoop:
       at_once: whether all parts are sent at the end of a period, by a step that waits.
       codec: of differences of matrices; None: nothing is encoded.
       dims: letters of the dimensions of each parameter.
+      within: mesh axes of one site.
     """
 
     axes: Axes
@@ -132,6 +131,7 @@ class OuterLoop:
     at_once: bool
     codec: CodecSpec | None
     dims: Tree
+    within: Axes
 
     def encoded(self) -> list[bool]:
         """Returns of each parameter whether the codec encodes it."""
@@ -210,12 +210,12 @@ class OuterLoop:
         if sent.wanted.size:
             arrived.append(self._codec.decode(payload["coded"], sent.wanted.size))
         finite_R = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x), 1) for x in arrived]), 0)
+        # All devices of a site agree, because some arrays have copies on several of them.
+        finite_R = wire.all_max(jnp.int32(~finite_R), self.within) == 0
         if counted is None:
             weighted, weight_R, own = arrived, jnp.float32(1), wire.index(self.axes)
         else:
-            # All devices of the site agree, because some arrays have copies on several of them.
-            wrong_R = wire.all_max(jnp.int32(~finite_R), counted.axes)
-            finite_R = (wrong_R == 0) & (counted.weight_R >= 0)
+            finite_R &= counted.weight_R >= 0
             weight_R, own = counted.weight_R, counted.site
             weighted = [x * weight_R[:, None] for x in arrived]
         count = jnp.maximum(jnp.sum(jnp.where(finite_R, weight_R, 0)), 1)
@@ -332,6 +332,7 @@ def build_outer(cfg: Config, model: ModelDef) -> OuterLoop:
         outer.order == "all",
         outer_codec(cfg),
         model.dims,
+        model.layout.mesh_axes,
     )
 
 

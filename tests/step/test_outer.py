@@ -266,7 +266,7 @@ def exchange(loop, shared, inner, error, number, sites, moved=0.0):
 
 def outer_loop(every=1, rate=1.0, momentum=0.0, codec=None, feedback=False):
     spec = None if codec is None else CodecSpec(codec, feedback, block=8)
-    return OuterLoop(("replica",), every, rate, momentum, False, spec, DIMS)
+    return OuterLoop(("replica",), every, rate, momentum, False, spec, DIMS, ())
 
 
 def drawn(sites, seed=0, grid=None):
@@ -366,3 +366,30 @@ def test_a_site_with_a_number_that_is_not_finite_does_not_count_and_begins_again
     assert np.all(np.isfinite(found.params["matrix"]))
     np.testing.assert_array_equal(own[0]["matrix"][1], found.params["matrix"])
     assert np.all(np.asarray(error["matrix"])[1] == 0)
+
+
+def test_devices_of_a_site_agree_that_its_part_is_not_finite():
+    """One shard of an expert has a number that is not finite; the norm has copies on both."""
+    shared, (inner, biases) = drawn(2)
+    inner["matrix"][1, 0, 2, 1] = np.nan
+    loop = dataclasses.replace(outer_loop(), within=("expert",))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "expert"))
+    cut = {"matrix": P(None, None, "expert"), "norm": P()}
+    inner_cut = {"matrix": P("replica", None, None, "expert"), "norm": P("replica")}
+
+    def body(shared, inner):
+        own, part = jax.tree.map(lambda x: x[0], inner), loop.part(jnp.int32(0))
+        sent = loop.send(shared, own, NO_ERROR, part)
+        shared, *_ = loop.receive(sent, shared, own, NO_ERROR, part)
+        return jax.tree.map(lambda x: x[None, None], shared.params)
+
+    takes = (Shared(cut, {"router": P()}, cut), (inner_cut, {"router": P("replica")}))
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=takes, out_specs=P("replica", "expert"), check_vma=False
+    )
+    found = jax.jit(mapped)(shared, (inner, biases))
+    norm = np.broadcast_to(found["norm"][:1, :1], found["norm"].shape)
+    np.testing.assert_array_equal(found["norm"], norm)
+    np.testing.assert_allclose(norm[0, 0], inner["norm"][0], rtol=1e-6)
+    matrix = np.concatenate([found["matrix"][0, 0], found["matrix"][0, 1]], axis=-1)
+    np.testing.assert_allclose(matrix, inner["matrix"][0], rtol=1e-5, atol=1e-6)

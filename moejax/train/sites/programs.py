@@ -76,11 +76,6 @@ class Programs:
         """The outer loop."""
         return self._outer
 
-    @property
-    def axes(self) -> Any:
-        """All mesh axes of this site."""
-        return self._step.layout.mesh_axes
-
     def finish(
         self,
         state: TrainState,
@@ -168,7 +163,7 @@ def _finish(
     """Averages [R, 1, bytes]. The site's own errors are of what it is recorded to have sent."""
     sent, site, arrived = jax.tree.map(lambda x: x[0], pending), programs.site, arrived[:, 0]
     own = unpack(arrived[site][None], sent.own)
-    counted = Counted(weight_R, site, programs.axes)
+    counted = Counted(weight_R, site)
     now = programs.outer.receive(
         sent._replace(arrived=arrived, own=own),
         *averaged(state),

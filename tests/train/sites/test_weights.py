@@ -19,7 +19,7 @@ def received(loop, shared, inner, weights, moved=0.0, number=0):
     found = []
     for site, one in enumerate(own):
         now = jax.tree.map(lambda x: x + moved, one)
-        counted = Counted(np.float32(weights), site, ())
+        counted = Counted(np.float32(weights), site)
         pending = sent[site]._replace(arrived=arrived)
         found.append(loop.receive(pending, shared, now, NO_ERROR, part, counted)[:2])
     return found
