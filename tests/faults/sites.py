@@ -51,9 +51,19 @@ class Relay:
             with suppress(OSError):
                 self._ends.pop().shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """Stops listening."""
+        self.sever()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept that waits
+        self._socket.close()
+
     def _accept(self) -> None:
         while True:
-            near, _ = self._socket.accept()
+            try:
+                near, _ = self._socket.accept()
+            except OSError:
+                return
             time.sleep(DELAY_S)
             far = None
             with suppress(OSError):
@@ -69,12 +79,13 @@ class Relay:
 
     @staticmethod
     def _pump(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-        for end in (source, sink):  # each connection is one question and one answer
+        with source:  # the other pump closes the sink
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                while data := source.recv(1 << 16):
+                    sink.sendall(data)
+            for end in (source, sink):  # each connection is one question and one answer
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 class Sites:
@@ -98,6 +109,8 @@ class Sites:
             process.wait()
         for read in self._readers:
             read.join(10)
+        for link in self.links:
+            link.close()
         self.running["hub"].stdout.close()
 
     def start_hub(self, port: int) -> None:
