@@ -5,8 +5,8 @@ parallel training sums gradients over sites in every step, in float32 and in int
 stages pass hidden states on, with the codecs of `strong`; the outer loop averages weights, all at
 once after a period of steps, or a part in each step beside its computation, in int4 with feedback.
 All run in turns. The rate alone is that of the same way where the link is not shaped. Each cluster
-is probed before, and each way priced by what was probed. In the last case a process carries all
-frames between sites 100 ms late, as kernels may lack what delays them. Needs root, ip and tc.
+is probed before, and each way priced by what was probed. In one case a process carries all frames
+between sites 100 ms late, as kernels may lack what delays them. Needs root, ip and tc.
 Writes sites.json and sites.md.
 
     python -m benchmarks.emulated.sites --out benchmarks/results
@@ -40,12 +40,12 @@ from moejax.plan.search.space import Limits
 
 SMALL = bool(os.environ.get("BENCH_SMALL"))  # one case of a small model: does it run?
 HOSTS = ((2, 2),) if SMALL else ((2, 4), (4, 2))  # sites, devices of each
-RATES = (None, 50) if SMALL else (None, 200, 50, 20, 10)  # Mbit/s
-DELAY = "100ms"  # from a site to another, in the last case
+RATES = (None, 50) if SMALL else (None, 50, 20, 10, 200)  # Mbit/s
+DELAY, LATE = "100ms", 20  # from a site to another, and the rate of that case
 PERIOD = 4 if SMALL else 16  # steps in which all of the model is averaged
 LAYERS = "outer by layers"
 PLANNED = "planned"
-TRACES = 2 if SMALL else None
+TRACES = 2
 PREDICTED = 0.15  # wanted: of a step's time
 RIVALS = ("int4 with feedback", "stages")
 MODEL = {
@@ -82,8 +82,8 @@ def cases() -> Iterator[Case]:
     for hosts, devices in HOSTS:
         for rate in RATES:
             yield case(hosts, devices, rate)
-    if not SMALL:
-        yield case(2, 4, 50, DELAY)
+            if rate == LATE:
+                yield case(hosts, devices, rate, DELAY)
 
 
 def prepare(case: Case, folder: Path) -> tuple[Case, dict[str, Any]]:

@@ -382,7 +382,7 @@ class OuterConfig:
         1, "with outer.hub: number of sites at most; each has its share of the text", at_least=1
     )
     rate: float = setting(0.7, "learning rate of the outer step", above=0)
-    momentum: float = setting(0.9, "Nesterov momentum of the outer step", at_least=0)
+    momentum: float = setting(0.5, "Nesterov momentum of the outer step", at_least=0)
     codec: str = setting(
         "int4+feedback",
         "codec of differences between sites: none, bfloat16, int8, e4m3, e5m2, int4; +feedback",

@@ -73,9 +73,19 @@ class Relay:
             if far is None:
                 near.close()
                 continue
+            threading.Thread(target=self._carry, args=(near, far), daemon=True).start()
+
+    def _carry(self, near: socket.socket, far: socket.socket) -> None:
+        """Carries bytes both ways, until both ended."""
+        with near, far:
             self._ends += [near, far]
-            for pair in ((near, far), (far, near)):
-                threading.Thread(target=self._pump, args=pair, daemon=True).start()
+            back = threading.Thread(target=self._pump, args=(far, near), daemon=True)
+            back.start()
+            self._pump(near, far)
+            back.join()
+            for end in (near, far):
+                with suppress(ValueError):  # `sever` took it out
+                    self._ends.remove(end)
 
     @staticmethod
     def _pump(source: socket.socket, sink: socket.socket) -> None:
