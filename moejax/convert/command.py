@@ -32,7 +32,7 @@ EXPORT_EPILOG = """\
 examples:
   moejax hf export runs/olmoe --out exported/olmoe --step 400
   moejax hf export runs/olmoe_lora --out exported/adapter --adapter
-  moejax hf export runs/qwen --out exported/qwen --around downloads/Qwen3.5-35B-A3B
+  moejax hf export runs/q --out exported/q --around downloads/Qwen3.5-35B-A3B
 
 It writes config.json, generation_config.json and safetensors files of 5 GB at
 most, and copies tokenizer and texts. transformers, vLLM and lm-eval load the

@@ -98,7 +98,7 @@ def _add_search_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--sites",
         action="store_true",
-        help="also plan an outer loop across sites, which changes what is trained",
+        help="also plan sites, which changes what is trained",
     )
     command.add_argument(
         "--free",

@@ -13,5 +13,6 @@ Read in this order:
 7. `replay`: a command of its own that runs one step again and compares the bits.
 
 Rooms: `records/` (metrics, lines, tables, trackers), `faults/` (bad numbers, differing devices,
-hangs), `memory/` (copies of the state in hosts' memory).
+hangs), `memory/` (copies of the state in hosts' memory), `sites/` (runs that meet in an outer
+loop).
 """

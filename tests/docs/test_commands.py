@@ -232,6 +232,7 @@ def flags_of(words: tuple[str, ...]) -> set[str]:
         ("upcycle",): ["RUN", "--out", "OUT"],
         ("plan", "probe"): ["--out", "FILE"],
         ("plan",): [],
+        ("sites",): ["FOLDER"],
         ("doctor",): [],
         ("report",): ["RUN"],
         ("aot",): ["--config", "FILE"],

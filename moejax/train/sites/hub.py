@@ -19,6 +19,7 @@ import argparse
 import os
 import secrets
 import socket
+import textwrap
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,6 +37,10 @@ BEAT_S = 5.0  # a word to those that wait, so that they see that the link is not
 SECRET = "MOEJAX_SITES_TOKEN"
 SECRET_FILE = "token"
 SHORTEST = 16  # letters of a token
+EXAMPLE = """\
+example:
+  moejax sites runs/hub --host 0.0.0.0 --port 8470
+"""
 
 
 class Hub(Listener):
@@ -163,7 +168,8 @@ def token_of(folder: Path | None) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    command = Parser(prog="moejax sites", description=(__doc__ or "").split("\n\n")[1])
+    about = textwrap.fill((__doc__ or "").split("\n\n")[1], 78)
+    command = Parser(prog="moejax sites", description=about, epilog=EXAMPLE)
     command.add_argument("folder", type=Path, metavar="FOLDER", help="keeps the rounds of one run")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on")
     command.add_argument("--port", type=int, default=8470, help="0: a free one")

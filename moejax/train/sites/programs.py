@@ -51,14 +51,14 @@ class Programs:
         self._copies = layout.size(layout.replica)
         self.rows = layout.size(layout.mesh_axes) // self._copies
         like = (train_step.abstract, jax.ShapeDtypeStruct((), jnp.int32))
-        self.row_bytes = jax.eval_shape(self._mapped(_start, 2), *like)[0].shape[1]
-        self.whole_bytes = jax.eval_shape(self._mapped(_whole, 1), like[0]).shape[1]
-        self.start = jax.jit(self._mapped(_start, 2))
-        self.whole = jax.jit(self._mapped(_whole, 1))
-        self._finish = jax.jit(self._mapped(_finish, 5), donate_argnums=0)
-        self._take = jax.jit(self._mapped(_take, 2), donate_argnums=0)
+        self.row_bytes = jax.eval_shape(self._mapped(_start), *like)[0].shape[1]
+        self.whole_bytes = jax.eval_shape(self._mapped(_whole), like[0]).shape[1]
+        self.start = jax.jit(self._mapped(_start))
+        self.whole = jax.jit(self._mapped(_whole))
+        self._finish = jax.jit(self._mapped(_finish), donate_argnums=0)
+        self._take = jax.jit(self._mapped(_take), donate_argnums=0)
 
-    def _mapped(self, body: Callable, arguments: int) -> Callable:
+    def _mapped(self, body: Callable) -> Callable:
         own, state, any_site = self._own, self._specs, P(None, *self._own)
         takes = {
             _start: (state, P()),
@@ -67,7 +67,6 @@ class Programs:
             _take: (state, own),
         }[body]
         gives = {_start: (own, own, own), _whole: own}.get(body, state)
-        assert len(takes) == arguments
         bound = partial(body, self)
         return gloo.shard_map(bound, self._step.mesh, takes, gives)
 
