@@ -203,8 +203,8 @@ def page(record: dict[str, Any], speeds: dict[str, Any] | None) -> str:
 def _curves(runs: dict[str, Any]) -> list[str]:
     """Mean losses by step."""
     steps = list(next(iter(runs[ALONE].values()))["curve"])
-    lines = [f"| way | {' | '.join(f'step {step}' for step in steps)} |", "|---" * 9 + "|"]
-    lines[1] = "|---" * (len(steps) + 1) + "|"
+    lines = [f"| way | {' | '.join(f'step {step}' for step in steps)} |"]
+    lines.append("|---" * (len(steps) + 1) + "|")
     for name, found in runs.items():
         means = [fmean(one["curve"][step] for one in found.values()) for step in steps]
         lines.append(f"| {name} | {' | '.join(f'{value:.3f}' for value in means)} |")
@@ -232,7 +232,7 @@ _OF_PAIRS = ("distance", "overlap")
 
 
 def _at_seconds(runs: dict[str, Any], speeds: dict[str, Any]) -> list[str]:
-    """Losses where the slower way has done half of its steps, by the speeds of another page."""
+    """Losses when data parallel has done 200 steps, by the speeds of another page."""
     ways = {ALONE: "data parallel", LAYERS: "outer by layers", "at once, H = 16": "outer at once"}
     lines = [
         "Steps that each way has done when data parallel has done 200, by the speeds of two sites "
@@ -256,7 +256,7 @@ def _at_seconds(runs: dict[str, Any], speeds: dict[str, Any]) -> list[str]:
             curves = [{int(s): v for s, v in one["curve"].items()} for one in runs[way].values()]
             at = sorted(curves[0])
             loss = fmean(float(np.interp(steps, at, [c[s] for s in at])) for c in curves)
-            more = " (its end)" if steps > at[-1] else ""
+            more = " (beyond its last evaluation)" if steps > at[-1] else ""
             lines.append(f"| {result['case']['rate']} | {way} | {steps:,.0f}{more} | {loss:.3f} |")
     return lines
 

@@ -100,7 +100,7 @@ class Shared(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Whose parts count in a round of sites that are programs of their own (`step.apart`).
+    """Whose parts count in a round of sites that are programs of their own (`train.sites`).
 
     Attributes:
       weight_R: tokens that a site's part has seen, or a multiple; negative: it does not count.

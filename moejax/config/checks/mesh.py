@@ -263,6 +263,11 @@ def _check_hub(cfg: Config) -> None:
         f"`outer.hub` is {outer.hub}. It is where `moejax sites` listens. It must be HOST:PORT.",
     )
     require(
+        not is_planned(cfg),
+        "`outer.hub` is set, and the planner would choose the mesh, which sites must have alike. "
+        "Set plan.mode=hand.",
+    )
+    require(
         outer.site < outer.sites,
         f"`outer.site` = {outer.site}, and `outer.sites` is {outer.sites}. Sites are numbered from "
         "zero. Choose a smaller outer.site, or raise outer.sites at all sites.",
