@@ -34,6 +34,7 @@ from moejax.config.checks.paths import check_plain
 from moejax.config.checks.text import require
 from moejax.config.fields import change, fields, short
 from moejax.config.load import from_dict, parse_overrides
+from moejax.config.pattern import ahead_parts
 from moejax.config.schema import Config, ModelConfig
 from moejax.convert.importing import (
     config_text,
@@ -146,6 +147,8 @@ def config_for(saved: Saved, out: Path, overrides: Sequence[str]) -> Config:
 def _check_same_rest(source: Config, cfg: Config) -> None:
     """Refuses changes of anything but experts, and of which layers have them."""
     free = {"model.moe_every", "model.first_dense_layers", "model.layer_mlps"}
+    if ahead_parts(source.model)[0] == ahead_parts(cfg.model)[0]:  # of both its attention
+        free |= {"model.ahead_block"}
     if not cfg.model.has_dense_blocks:
         free |= {"model.mlp_hidden"}
     changes = [

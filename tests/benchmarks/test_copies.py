@@ -1,23 +1,15 @@
 """The page of copies of hot experts: its record, and the choices of experts that it imposes."""
 
-import json
-from dataclasses import asdict
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from benchmarks.emulated import copies
 from benchmarks.emulated.choices import CASES, B, E, K, L, T, choices, loads, uneven_layers
-
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+from tests.benchmarks.records import results_of
 
 
 def test_the_page_is_that_of_its_record():
-    record = json.loads((RESULTS / "copies.json").read_text())
-    assert (RESULTS / "copies.md").read_text() == copies.page(record)
-    wanted = [json.loads(json.dumps(asdict(copies.case(name)))) for name in CASES]
-    assert [result["case"] for result in record["results"]] == wanted
+    results_of("copies", copies.page, map(copies.case, CASES))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,8 +1,6 @@
 """The page of places in inference: constructed loads, sources of tables, arithmetic."""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,17 +18,11 @@ from benchmarks.emulated.placement import (
     load_of,
     sequences,
 )
+from tests.benchmarks.records import results_of
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
-
-@pytest.mark.skipif(not (RESULTS / "placement.json").exists(), reason="it has not run yet")
 def test_the_page_is_that_of_its_record_which_has_every_case():
-    record = json.loads((RESULTS / "placement.json").read_text())
-    assert (RESULTS / "placement.md").read_text() == placement.page(record)
-    wanted = [json.loads(json.dumps(asdict(one))) for one in placement.cases()]
-    assert [result["case"] for result in record["results"]] == wanted
-    for result in record["results"]:
+    for result in results_of("placement", placement.page, placement.cases()):
         assert all(max(v["difference"]) <= 1e-5 for v in result["found"].values())
 
 

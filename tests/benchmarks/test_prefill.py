@@ -1,29 +1,20 @@
 """The pages of prefill in chunks and of calls without gathers: records, cases, arithmetic."""
 
 import json
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from benchmarks.emulated import decode
 from benchmarks.emulated.prefill import CHUNKS, EXPERTS, RATES, SHAPES, Parts, case, name_of, page
-
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+from tests.benchmarks.records import RESULTS, results_of
 
 
 def test_the_page_is_that_of_its_record_which_has_every_case():
-    record = json.loads((RESULTS / "prefill.json").read_text())
     cases = [case(*shape, rate) for shape in SHAPES for rate in RATES]
-    shown = [
-        (r["case"]["hosts"], r["case"]["devices"], r["case"]["rate"]) for r in record["results"]
-    ]
-    assert shown == [(one.hosts, one.devices, one.rate) for one in cases]
-    for result, one in zip(record["results"], cases, strict=True):
+    for result, one in zip(results_of("prefill", page, cases), cases, strict=True):
         assert list(result["found"]) == list(one.variants)
         assert all(len(v["seconds"]) == one.rounds for v in result["found"].values())
         assert all(v["difference"] <= 1e-5 for v in result["found"].values())
-    assert (RESULTS / "prefill.md").read_text() == page(record)
 
 
 def test_chunks_send_the_same_rows_whatever_the_experts():
@@ -42,12 +33,7 @@ def test_at_best_the_shorter_of_wire_and_experts_is_hidden(parts, bound):
 
 
 def test_the_page_of_calls_without_gathers_is_that_of_its_record():
-    record = json.loads((RESULTS / "decode.json").read_text())
-    assert (RESULTS / "decode.md").read_text() == decode.page(record)
-    wanted = [
-        json.loads(json.dumps(asdict(decode.case(t, r))))
-        for t in decode.CALLS
-        for r in decode.RATES
-    ]
-    assert [result["case"] for result in record["results"]] == wanted
+    results_of(
+        "decode", decode.page, [decode.case(t, r) for t in decode.CALLS for r in decode.RATES]
+    )
     assert decode.ratio([4.0, 9.0, 5.0], [2.0, 3.0, 1.0]) == "3.00 x (2.00 to 5.00)"

@@ -249,7 +249,7 @@ class Family:
         Raises:
           InputError: lists the nulls that stand for nothing.
         """
-        counted: set[str] = set()
+        counted = {self.ahead} - {""}
         for part in self.all_parts:
             said = isinstance(part, Same) and any(config.get(k) is not None for k in part.keys)
             # `Always` judges nulls; another name of a key may say its value.
@@ -292,7 +292,7 @@ class Family:
         if not self.ahead:
             return 0
         names = [name for name in (self.ahead, AHEAD) if name in config]
-        layers = config[names[0]] if names else 1
+        layers = config[names[0]] if names else self.missing.get(self.ahead, 1)
         return layers if type(layers) is int else 0
 
     def write(self, cfg: Config, base: Mapping[str, Any]) -> dict[str, Any]:
