@@ -188,7 +188,8 @@ def main() -> None:
 
 def place(case: dict[str, Any]) -> tuple:
     """What tells cases apart."""
-    return case["name"], case["hosts"], case["devices"], case["rate"]
+    link = case["rate"], case.get("delay")
+    return case["name"], case["hosts"], case["devices"], tuple(case["tokens"]), *link
 
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated.exchange import Case, run
+from benchmarks.emulated.exchange import Case, place, run
 from benchmarks.machine import RESULTS, Clock, stamp
 
 
@@ -35,9 +35,18 @@ def record_cases(
     """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the cases that --out holds, and run the others"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    cases = list(cases)
+    order = [place(asdict(case)) for case in cases]
     results: list[dict[str, Any]] = []
+    if args.add:
+        results = json.loads((args.out / f"{name}.json").read_text())["results"]
+        held = {place(result["case"]) for result in results}
+        cases = [case for case in cases if place(asdict(case)) not in held]
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             rate = f"{case.rate} Mbit/s" if case.rate else "not shaped"
@@ -47,6 +56,7 @@ def record_cases(
             found = run(case, Path(folder), worker)
             others = clock.others_share(_seconds_of_children() - before)
             results.append({"case": asdict(case), "found": found, "others": others, **known})
+            results.sort(key=lambda result: order.index(place(result["case"])))
             record = {"results": results, **(more or {})} | stamp()
             (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
             (args.out / f"{name}.md").write_text(page(record))

@@ -32,7 +32,7 @@ from moejax.config.checks.paths import check_places
 from moejax.config.load import save_json
 from moejax.config.schema import Config
 from moejax.data.sources import keep_tokenizer
-from moejax.errors import DivergedError, InputError, ReplicasError
+from moejax.errors import DivergedError, ReplicasError
 from moejax.plan.cluster.topology import Topology
 from moejax.runtime.assignment import Assignment, find_assignment
 from moejax.runtime.patches import let_orbax_begin_again
@@ -168,12 +168,6 @@ def join_program(
     with join() as processes:
         let_orbax_begin_again(processes.gather)
         check_same_config(cfg, processes)
-        if cfg.outer.hub is not None and processes.count > 1:
-            raise InputError(
-                f"`outer.hub` is {cfg.outer.hub}, and this program has {processes.count} "
-                "processes. A site that is a run of its own is one process so far. Start one, or "
-                "set outer.hub=none and make sites of mesh.replica."
-            )
         lock = processes.together(lambda: claim(run_dir, patience_s) if processes.first else None)
         shown = console if processes.first else screen(quiet=True)
         with nullcontext() if lock is None else closing(lock), watching(cfg, processes) as watch:

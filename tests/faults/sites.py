@@ -1,8 +1,10 @@
 """Sites that are runs of their own: their hub, links to it that can be cut, and what they end with.
 
   python -m tests.faults.sites --spoil ROUND -- --config ...
+  python -m tests.faults.sites --slow SECONDS -- --config ...
 
-is the train command of a site that sends no numbers in one round.
+are the train commands of a site that sends no numbers in one round, and of one whose steps take so
+much longer.
 """
 
 import socket
@@ -12,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +22,7 @@ import numpy as np
 from tests.integration.runs import REPOSITORY, begin, environment, final_state, records
 
 STEPS, EVERY = 16, 3
+TOKENS = 4 * 32  # of a step of a site
 LONGEST_S = 900
 DELAY_S = 0.1  # of each connection: rounds take long enough for a fault to fall into one
 TOKEN = "the secret of a test"
@@ -140,12 +144,12 @@ class Sites:
         self.running["hub"].wait()
         self.running["hub"].stdout.close()
 
-    def start(self, site: int, *words: str, program: tuple[str, ...] = ("moejax.train",)) -> None:
-        """Starts a site, whose lines `shown` then has."""
+    def start(self, site: int, *words: str, **how: Any) -> None:
+        """Starts a site, whose lines `shown` then has. Further arguments are those of `begin`."""
         settings = {"outer.hub": f"127.0.0.1:{self.links[site].port}", "outer.site": site}
         settings["run_dir"] = self.run_dir(site)
         flags = [f"--config.{key}={value}" for key, value in settings.items()]
-        process = begin(self.place, *flags, *words, program=program, MOEJAX_SITES_TOKEN=TOKEN)
+        process = begin(self.place, *flags, *words, MOEJAX_SITES_TOKEN=TOKEN, **how)
         self.running[site], self.shown[site] = process, []
         for stream in (process.stdout, process.stderr):
             read = threading.Thread(target=_read, args=(stream, self.shown[site]), daemon=True)
@@ -230,8 +234,23 @@ def spoil(number: int) -> None:
     Site._begin = spoiled
 
 
+def slow(seconds: float) -> None:
+    """Lets each step of this program's site take so much longer."""
+    from moejax.train.sites.site import Site
+
+    after = Site.after
+
+    def slowed(site, step, state):
+        time.sleep(seconds)
+        return after(site, step, state)
+
+    Site.after = slowed
+
+
 if __name__ == "__main__":
     from moejax.train.__main__ import main
 
-    spoil(int(sys.argv[2]))
+    {"--spoil": lambda text: spoil(int(text)), "--slow": lambda text: slow(float(text))}[
+        sys.argv[1]
+    ](sys.argv[2])
     sys.exit(main(sys.argv[4:]))

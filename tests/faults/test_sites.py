@@ -7,9 +7,16 @@ import time
 import numpy as np
 import pytest
 
-from tests.faults.sites import CONFIG, STEPS, Sites
-from tests.integration.runs import assert_same_end, records, write_config
+from tests.faults.sites import CONFIG, EVERY, STEPS, TOKENS, Sites
+from tests.integration.runs import (
+    REPOSITORY,
+    assert_same_end,
+    find_member,
+    records,
+    write_config,
+)
 
+TWO_PROCESSES = (REPOSITORY / "launch" / "local", "--processes", 2, "--devices", 1)
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 
@@ -57,7 +64,7 @@ def kill_the_hub(sites):
 
 def cut_a_link(sites):
     sites.links[1].sever()
-    time.sleep(5)
+    time.sleep(60)
     sites.links[1].cut.clear()
 
 
@@ -71,6 +78,45 @@ def test_a_fault_that_is_waited_for_changes_no_bit(place, straight, fault):
         sites.end()
     for site in range(2):
         assert_same_end(sites.run_dir(site), straight.run_dir(site))
+
+
+def test_a_site_of_two_processes_trains_as_one_does_also_after_one_is_killed(place, straight):
+    def both(name, *, kill):
+        with Sites(place, name) as sites:
+            sites.start(0, launcher=TWO_PROCESSES)
+            sites.start(1)
+            if kill:
+                sites.wait_for(0, "step 7/")
+                os.kill(find_member(sites.running[0].pid, 1), signal.SIGKILL)
+                assert sites.running[0].wait(timeout=300) != 0
+                sites.start(0, launcher=TWO_PROCESSES)
+            sites.end()
+        return sites
+
+    whole, killed = both("processes", kill=False), both("killed", kill=True)
+    assert_equal_copies(whole)
+    for site in range(2):
+        assert_same_end(killed.run_dir(site), whole.run_dir(site))
+        # Gloo adds in another order than one process does.
+        losses = [
+            [r["loss"] for r in records(sites.run_dir(site), "step")] for sites in (whole, straight)
+        ]
+        np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_a_fast_site_does_more_steps_a_round_and_weighs_more(place):
+    with Sites(place, "unequal", most_steps=4) as sites:
+        sites.start(0, "--config.train.num_steps=40")
+        sites.start(1, program=("tests.faults.sites", "--slow", "1.5", "--"))
+        sites.end()
+    assert_equal_copies(sites)
+    found = [r["sites"] for r in sites.rounds(1)]
+    steps = [[r[site]["steps"] for r in found if site in r] for site in ("0", "1")]
+    assert max(steps[0]) > 1
+    assert set(steps[1]) == {1}
+    for number in range(EVERY, len(steps[0])):  # the part has the steps since it was last averaged
+        tokens = TOKENS * sum(steps[0][number - EVERY : number])
+        assert found[number]["0"]["tokens"] == tokens
 
 
 def test_others_go_on_without_a_site_and_it_comes_back(place):

@@ -167,7 +167,8 @@ def price(traced: TracedStep, topology: Topology, load: ExpertLoad) -> PricedPla
     """Simulates a traced step on a cluster for a given expert load."""
     layout, route = traced.train_step.layout, traced.train_step.spec.route
     parts, steps, evaluations = [], [], []
-    for share, fill in bucket_fills(load, traced.cfg, layout, route):
+    sharing = topology.device.oversubscription
+    for share, fill in bucket_fills(load, traced.cfg, layout, route, sharing):
         costs = Costs(topology, layout, fill)
         for burst, steps_share in ((False, 1 - traced.bursts), (True, traced.bursts)):
             if steps_share:

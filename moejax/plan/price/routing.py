@@ -108,12 +108,15 @@ def _recorded(path: Path, num_experts: int) -> ExpertLoad:
 
 
 def bucket_fills(
-    load: ExpertLoad, cfg: Config, layout: Layout, route: Route
+    load: ExpertLoad, cfg: Config, layout: Layout, route: Route, sharing: float = 1.0
 ) -> list[tuple[float, BucketFill]]:
     """Returns pairs: a share of the expert layers, and the fill of their buckets.
 
     The shares sum to one. Counts of independent draws vary: the fullest of n buckets of mean m
     holds about m + sqrt(2 m ln n), and where buckets are small some overflow under any routing.
+
+    Args:
+      sharing: devices that share the same cores. They take turns, so their sum sets the time.
     """
     tokens = tokens_of(cfg, layout, route)
     if cfg.moe.slots and route.exchanges:
@@ -121,7 +124,7 @@ def bucket_fills(
     sizes = usual_sizes(route, layout, cfg.moe, tokens=tokens)
     shares: dict[BucketFill, float] = {}
     for share_E in load.share_LE:
-        for chance, fill in _layer(share_E, cfg, layout, route, sizes, tokens):
+        for chance, fill in _layer(share_E, cfg, layout, route, sizes, tokens, round(sharing)):
             shares[fill] = shares.get(fill, 0.0) + chance / len(load.share_LE)
     return [(share, fill) for fill, share in shares.items()]
 
@@ -159,6 +162,7 @@ def _layer(
     route: Route,
     sizes: BucketSizes,
     tokens: int,
+    sharing: int,
 ) -> list[tuple[float, BucketFill]]:
     """Returns the chances of a layer: that its buckets hold all rows, and that there are rounds."""
     if not route.exchanges:
@@ -172,7 +176,7 @@ def _layer(
     devices = layout.size(layout.inside.mesh_axes)
     # The busiest device: rows from all devices that send to it, for the experts it owns.
     owned = _grouped(rows_E, senders)
-    busiest = fullest([senders * ranks * rows for rows in owned], devices)
+    busiest = _busiest([senders * ranks * rows for rows in owned], devices, sharing)
     usual = BucketFill(filled=min(1.0, busiest / (sizes.expert_rows * route.parts)))
     if sizes.certain:
         return [(1.0, usual)]
@@ -189,6 +193,14 @@ def _layer(
     if chance > 1 - RARE:
         return [(1.0, with_rounds)]
     return [(1 - chance, usual), (chance, with_rounds)]
+
+
+def _busiest(means: list[float], devices: int, sharing: int) -> float:
+    """Returns the rows of the busiest device; of neighbours that share cores, their mean."""
+    sharing = max(1, min(sharing, devices))
+    size = math.gcd(sharing, len(means))
+    sums = [sharing // size * own for own in _grouped(means, len(means) // size)]
+    return fullest(sums, devices // sharing) / sharing
 
 
 def _overflow(

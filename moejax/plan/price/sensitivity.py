@@ -37,7 +37,8 @@ class ChangedSteps:
 
     def __init__(self, priced: PricedPlan, topology: Topology, load: ExpertLoad):
         self.topology, self.layout = topology, priced.traced.train_step.layout
-        fills = bucket_fills(load, priced.cfg, self.layout, priced.traced.train_step.spec.route)
+        route, sharing = priced.traced.train_step.spec.route, topology.device.oversubscription
+        fills = bucket_fills(load, priced.cfg, self.layout, route, sharing)
         self.runs = [(share, priced.traced.schedule(fill.rounds), fill) for share, fill in fills]
         self.known: dict[tuple[str, float], float] = {}
         self.changes = changes(topology)

@@ -173,7 +173,8 @@ class Site:
     ) -> TrainState:
         """Averages the parts of a round. Without one under way this site takes outer weights."""
         head, data = arrived
-        if "gone" in head:  # while this site was cut off
+        # While this site was cut off. Perhaps one of its processes was earlier than another.
+        if any(self._processes.gather("gone" in head)):
             return self._take_whole(step, state)
         weights = {int(site): own["tokens"] for site, own in head["sites"].items()}
         rows = {row: data[:, at] for at, row in enumerate(self._rows)}
