@@ -7,6 +7,8 @@ apart the sites' routers are, and how many choices two sites share. A run that i
 repeated. Where sites.json is beside, losses at equal seconds follow from its speeds. Writes
 sites_loss.json and sites_loss.md.
 
+Four sites in a ring that gossip with low rank (`benchmarks.learning.gossip`) are a control.
+
     python -m benchmarks.learning.sites --out benchmarks/results
 """
 
@@ -26,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.learning.gossip import trained as gossip
 from benchmarks.machine import RESULTS, stamp
 from benchmarks.skew.record import choices_of, read
 from benchmarks.skew.texts import OWN, files_of, rows_of
@@ -45,6 +48,7 @@ from moejax.step.state import TrainState
 
 SEEDS, ROWS, NATS = 3, 32, 0.02
 ALONE, LAYERS = "data parallel", "by layers, H = 16"
+GOSSIP = "gossip of rank 1 in each step, ring of 4 sites"
 CONFIG = Config(
     model=ModelConfig(
         vocab_size=264, width=128, num_layers=4, num_heads=4, num_kv_heads=2, head_width=32
@@ -81,6 +85,7 @@ WAYS = {
     "by layers, H = 16, 4 sites": outer(replica=4, momentum=0.5),
     "by layers, H = 64": outer(every=64, momentum=0.5),
     "by layers, H = 16, float32": outer(momentum=0.5, codec="none"),
+    GOSSIP: dataclasses.replace(CONFIG, mesh=MeshConfig(simulated_devices=1, replica=4)),
 }
 
 
@@ -284,7 +289,8 @@ def main() -> None:
             # A process for each run: they have different numbers of devices.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 seen = row_BT if seed == 0 else None
-                runs[str(seed)] = pool.submit(trained, cfg, seed, seen).result()
+                asked = (gossip, cfg, seed) if name == GOSSIP else (trained, cfg, seed, seen)
+                runs[str(seed)] = pool.submit(*asked).result()
             print(f"seed {seed}  {name}  {runs[str(seed)]['final']:.4f} nats a byte", flush=True)
             record |= stamp()
             path.write_text(json.dumps(record, indent=1) + "\n")

@@ -25,7 +25,7 @@ from moejax.plan.probe.measure import Effort, expected_text, probe
 from moejax.plan.probe.show import progress_line
 from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.report.page import write_report
-from moejax.plan.report.tables import plan_text
+from moejax.plan.report.tables import plan_text, remarks
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
 from moejax.plan.search.sites import search_all
 from moejax.plan.search.space import OUTER, Limits
@@ -252,6 +252,8 @@ def _search(
         if page is not None:
             progress("writing the page")
             write_report(result, topology, load, page)
+    for text in remarks(result, topology, load):
+        console.print(text, highlight=False, soft_wrap=True)
     return plan_from(result, topology, cfg.plan.routing)
 
 

@@ -29,6 +29,7 @@ from moejax.train.records.metrics import losses_of
 from moejax.train.records.profile import Profile
 from moejax.train.records.skipped_data import ENTRY, to_json
 from moejax.train.run import Run
+from moejax.train.sites.apart import router_distance
 
 
 def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
@@ -64,7 +65,7 @@ def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             check.check_previous(step, metrics)
             run.display.step(step)
             if run.meter.started is None or step == last or step % cfg.train.log_every == 0:
-                report(run, step, metrics)
+                report(run, step, state, metrics)
             look_at_memory(run, step, cfg.train.log_every, *watched)
             stop = run.whole and stopping.after(step, interrupt.requested or run.must_end)
             saves = save_due(run, step)
@@ -199,8 +200,10 @@ def due(step: int, *every: int | None) -> bool:
     return any(one is not None and step % one == 0 for one in every)
 
 
-def report(run: Run, step: int, metrics: Any) -> None:
+def report(run: Run, step: int, state: TrainState, metrics: Any) -> None:
     """Shows and records the step's metrics. The first call starts the clock."""
+    if (distance := router_distance(state)) is not None:
+        run.records.event("sites", step, router_distance=distance)
     meter = run.meter
     if meter.started is None:
         run.records.event("first_step", step, loss=losses_of(metrics)[0])

@@ -84,7 +84,7 @@ function headline() {
         cluster.devices / cluster.peak_flops_per_s)} of the fastest matrix product (MFU)`),
       tile(bytes(best.memory_bytes), `of ${bytes(cluster.memory_bytes)} a device`),
       over(rule, `the best rule of thumb, ${data.rule}`), over(runner, "the runner-up")),
-    el("p", { class: "soft" }, data.gain),
+    ...data.said.map((text) => el("p", { class: "soft" }, text)),
     ...(data.search.cut ? [el("p", { class: "bad" }, `Note: ${data.search.cut}`)] : []),
     el("p", { class: "soft" }, "To train with this plan, write it with ", el("code", {}, "--out plan.json"), " and give a run ",
       el("code", {}, "--config.plan=plan.json"), ". Its report then says how long a step took, and how long it was to take."),
@@ -177,7 +177,7 @@ function memory() {
     ["together", ...[all.reduce((sum, [, size]) => sum + size, 0)].flatMap((size) => [bytes(size), share(size)])]));
   section("What fills the memory", `One device at the step's peak memory: ${bytes(data.memory.bytes)}, ` +
     `${share(data.memory.bytes)} of all it has. Evaluation takes ${bytes(data.memory.evaluation)}.`,
-    ...(data.memory.host ? [el("p", { class: "soft" }, data.memory.host)] : []), stack([...stays, ...comes], whole),
+    stack([...stays, ...comes], whole),
     el("div", { class: "pair" }, listed("Stays from step to step", stays), listed("Comes and goes, by the part that makes it", comes)));
 }
 

@@ -20,7 +20,6 @@ from moejax.plan.price.cost import SimulatedStep
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.price.sensitivity import ChangedSteps, sensitivity
 from moejax.plan.report import tables
-from moejax.plan.report.host import host_text
 from moejax.plan.search.search import SearchResult
 from moejax.plan.search.space import RULES
 from moejax.plan.trace.reader import REST
@@ -66,11 +65,11 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
         "search": {name: getattr(result, name) for name in SEARCH},
         "rules": {name: RULES[name] for name in result.rules},
         "rule": result.best_rule,
-        "gain": tables.gain_text(result),
+        "said": [tables.gain_text(result), *tables.remarks(result, topology, load)],
         "plans": [_plan(plan, name, topology, changes.get(id(plan))) for name, plan in shown],
         "timelines": [{"plan": name, **_timeline(plan)} for name, plan in drawn],
         "traffic": _traffic(best),
-        "memory": _memory(best, steps[id(best)]) | {"host": host_text(best, result)},
+        "memory": _memory(best, steps[id(best)]),
     }
 
 

@@ -45,6 +45,19 @@ def test_a_balanced_router_fills_what_headroom_leaves():
     assert 0.8 <= found.filled <= 0.9  # 1 / 1.25, and what draws differ by
 
 
+def test_devices_that_share_cores_are_as_busy_as_their_mean():
+    """Device 0 gets twice what each other of the eight does: with four, 5/36 of all rows are each's."""
+    cfg, share_E = big(), (2 / 9,) + (1 / 9,) * 7
+    route, layout = of(cfg)
+    load = ExpertLoad("by hand", (share_E,))
+    room = usual_sizes(route, layout, cfg.moe, tokens=2048).expert_rows
+    ((_, alone),) = bucket_fills(load, cfg, layout, route)
+    ((_, found),) = bucket_fills(load, cfg, layout, route, sharing=4.2)
+    assert alone.filled == 1
+    assert found.filled == pytest.approx(8 * 2048 * 2 * 5 / 36 / room, rel=0.01)
+    assert found.rounds == alone.rounds  # a bucket is a device's own
+
+
 def test_skew_overflows_and_goes_in_rounds():
     ((_, found),) = fills(big(), read_expert_load("zipf:1.5", 8))
     assert found.rounds > 1
