@@ -4,10 +4,11 @@ Each emulated host is a site: one process, so that only what crosses sites cross
 parallel training sums gradients over sites in every step, in float32 and in int4 with feedback;
 stages pass hidden states on, with the codecs of `strong`; the outer loop averages weights, all at
 once after a period of steps, or a part in each step beside its computation, in int4 with feedback.
-All run in turns. The rate alone is that of the same way where the link is not shaped. Each cluster
-is probed before, and each way priced by what was probed. In one case a process carries all frames
-between sites 100 ms late, as kernels may lack what delays them. Needs root, ip and tc.
-Writes sites.json and sites.md.
+All run in turns, beside sites that train alone and send nothing: theirs is the rate that a network
+without limits would allow. Each cluster is probed before, and each way priced by what was probed.
+In one case a process carries all frames between sites 100 ms late, as kernels may lack what delays
+them; a probe would take half an hour there, and nothing is priced. Needs root, ip and tc. Writes
+sites.json and sites.md.
 
     python -m benchmarks.emulated.sites --out benchmarks/results
     BENCH_SMALL=1 python -m benchmarks.emulated.sites --out /tmp/sites
@@ -40,9 +41,10 @@ from moejax.plan.search.space import Limits
 
 SMALL = bool(os.environ.get("BENCH_SMALL"))  # one case of a small model: does it run?
 HOSTS = ((2, 2),) if SMALL else ((2, 4), (4, 2))  # sites, devices of each
-RATES = (None, 50) if SMALL else (None, 50, 20, 10, 200)  # Mbit/s
+RATES = (50,) if SMALL else (50, 20, 10, 200)  # Mbit/s
 DELAY, LATE = "100ms", 20  # from a site to another, and the rate of that case
 PERIOD = 4 if SMALL else 16  # steps in which all of the model is averaged
+ALONE = "each site alone"
 LAYERS = "outer by layers"
 PLANNED = "planned"
 TRACES = 2
@@ -59,12 +61,15 @@ if SMALL:
     MODEL |= {"model.width": 128, "moe.expert_hidden": 256, "data.sequence_length": 64}
 
 
-def case(hosts: int, devices: int, rate: int | None, delay: str | None = None) -> Case:
+def case(hosts: int, devices: int, rate: int, delay: str | None = None) -> Case:
     """All ways to train on these sites, at one rate."""
     config = MODEL | {"mesh.replica": hosts, "mesh.expert": devices, "mesh.nodes": hosts}
     gradients = ("compression.dense_gradient", "compression.expert_gradient")
     stages = {"mesh.replica": 1, "mesh.stage": hosts, "train.micro_batches": hosts}
+    own = {"mesh.replica": 1, "mesh.nodes": 1, "alone": True}
+    own["train.batch_sequences"] = config["train.batch_sequences"] // hosts
     variants: Variants = {
+        ALONE: ("step", own),
         "data parallel": ("step", {}),
         "int4 with feedback": ("step", dict.fromkeys(gradients, "int4+feedback")),
         "stages": ("step", {**stages, "compression.preset": "strong"}),
@@ -74,11 +79,12 @@ def case(hosts: int, devices: int, rate: int | None, delay: str | None = None) -
     }
     length = config["data.sequence_length"]
     about = (hosts, devices, rate, config, (8, length), variants)
-    return Case("sites", *about, rounds=3, delay=delay)
+    seldom = ("data parallel",) if rate <= LATE else ()
+    return Case("sites", *about, rounds=3, seldom=seldom, delay=delay)
 
 
 def cases() -> Iterator[Case]:
-    """The cases, those of two sites first; of each number of sites first the link as it is."""
+    """The cases, those of two sites first."""
     for hosts, devices in HOSTS:
         for rate in RATES:
             yield case(hosts, devices, rate)
@@ -88,7 +94,9 @@ def cases() -> Iterator[Case]:
 
 def prepare(case: Case, folder: Path) -> tuple[Case, dict[str, Any]]:
     """Probes the cluster. Returns the case with the planner's choice, and the price of each way."""
-    facts, _ = probe(case, folder / "topology.json", quick=SMALL, delay=case.delay)
+    if case.delay is not None:
+        return case, {}
+    facts, _ = probe(case, folder / "topology.json", quick=SMALL)
     topology = from_json(facts, "probe")
     load = read_expert_load("balanced", case.config["moe.num_experts"])
     free = {name: value for name, value in case.config.items() if not name.startswith("mesh.")}
@@ -99,7 +107,11 @@ def prepare(case: Case, folder: Path) -> tuple[Case, dict[str, Any]]:
     whole = {"steps": best.outer.every} if best.outer.order == "all" else {}
     plan = dict.fromkeys(("mesh.replica", "mesh.expert"), 1) | differing(best)
     variants: Variants = {**case.variants, PLANNED: ("step", plan | whole)}
-    priced = {name: predicted(case, settings, topology) for name, (_, settings) in variants.items()}
+    priced = {
+        name: predicted(case, settings, topology)
+        for name, (_, settings) in variants.items()
+        if name != ALONE
+    }
     about = {"topology": facts, "predicted": priced, "remarks": remarks(found, topology, load)}
     return replace(case, variants=variants), about | {"plan": plan_text(best)}
 
@@ -124,36 +136,36 @@ def speed(one: dict[str, Any]) -> float:
     return median(one["tokens"] / seconds for seconds in one["seconds"])
 
 
-def rows(result: dict[str, Any], alone: dict[str, Any] | None) -> list[str]:
-    """A rate's table.
-
-    Args:
-      alone: what was found on as many sites where the link is not shaped.
-    """
-    found, rate = result["found"], result["case"]["rate"]
+def rows(result: dict[str, Any]) -> list[str]:
+    """A rate's table."""
+    found, priced = result["found"], result.get("predicted", {})
     best = max(speed(found[name]) for name in RIVALS)
     lines = [
-        "| way | tokens / s | beside the best of codecs and stages | of its rate alone | "
+        "| way | tokens / s | beside the best of codecs and stages | of sites alone | "
         "predicted, s | seconds (range) | error | MB sent a step |",
         "|---" * 8 + "|",
     ]
     for name, one in found.items():
-        share = "" if alone is None or rate is None else f"{speed(one) / speed(alone[name]):.2f}"
+        share = f"{speed(one) / speed(found[ALONE]):.2f}" if ALONE in found else ""
         steps = result["case"]["variants"][name][1].get("steps", 1)
-        by_price, own = result["predicted"][name]["seconds"], [t / steps for t in one["seconds"]]
-        middle = median(own)
+        own = [t / steps for t in one["seconds"]]
+        middle, by_price, error = median(own), "", ""
+        if name in priced:
+            seconds = priced[name]["seconds"]
+            by_price, error = f"{seconds:.3f}", f"{seconds / middle - 1:+.0%}"
         lines.append(
-            f"| {name} | {speed(one):,.0f} | {speed(one) / best:.2f} | {share} | {by_price:.3f} | "
-            f"{middle:.3f} ({min(own):.3f} to {max(own):.3f}) | {by_price / middle - 1:+.0%} | "
+            f"| {name} | {speed(one):,.0f} | {speed(one) / best:.2f} | {share} | {by_price} | "
+            f"{middle:.3f} ({min(own):.3f} to {max(own):.3f}) | {error} | "
             f"{median(one['sent']) / steps / 1e6:.2f} |"
         )
-    lines += ["", f"- The planner: {result['plan']}."]
-    return lines + [f"- It says: {text}" for text in result["remarks"]]
+    if "plan" in result:
+        lines += ["", f"- The planner: {result['plan']}."]
+    return lines + [f"- It says: {text}" for text in result.get("remarks", ())]
 
 
 def page(record: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine, alone = record["machine"], {}
+    machine = record["machine"]
     lines = [
         "# Several sites",
         "",
@@ -166,13 +178,10 @@ def page(record: dict[str, Any]) -> str:
     ]
     for result in record["results"]:
         hosts, devices, rate = (result["case"][name] for name in ("hosts", "devices", "rate"))
-        if rate is None:  # without a delay
-            alone[hosts] = result["found"]
-        link = "not shaped" if rate is None else f"{rate} Mbit/s"
         late = result["case"]["delay"]
-        link += "" if late is None else f", each way {late}"
+        link = f"{rate} Mbit/s" + ("" if late is None else f", each way {late}")
         lines += ["", f"## {hosts} sites of {devices} devices, {link}", ""]
-        lines += rows(result, alone.get(hosts))
+        lines += rows(result)
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ import math
 import tempfile
 import time
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +33,6 @@ WEIGHT = 1 / 3  # of each of two neighbours, beside the site's own
 NEVER = 2**20  # steps of a period: no part of an outer loop is used
 
 
-class Leaf(NamedTuple):
-    """A parameter of all sites.
-
-    Attributes:
-      x: [R, ...].
-      q: where the power iteration of each edge begins, [R, B, n]; None: sent whole.
-    """
-
-    x: jax.Array
-    q: jax.Array | None
-
-
 def matrices(x: jax.Array, dims: str) -> tuple[int, int, int]:
     """Returns B, m and n of a parameter [..., *dims]; experts and layers are matrices of their own.
 
@@ -55,21 +43,26 @@ def matrices(x: jax.Array, dims: str) -> tuple[int, int, int]:
     return math.prod(apart), m, math.prod(x.shape[x.ndim - core + 1 :])
 
 
-def approach(leaf: Leaf, shape: tuple[int, int, int]) -> Leaf:
-    """Returns the parameter after all sites of the ring gossiped once, each edge at the same time.
+def approach(
+    x: jax.Array, q: jax.Array | None, shape: tuple[int, int, int]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns a parameter after all sites of the ring gossiped once, each edge at the same time.
 
     Args:
+      x: of all sites, [R, ...].
+      q: where the power iteration of each edge begins, [R, B, n]; None: the parameter is sent whole.
       shape: B, m, n.
+    Returns:
+      x, and where the next iteration begins.
     """
-    x = leaf.x.reshape(leaf.x.shape[0], *shape) if leaf.q is not None else leaf.x
-    apart = x - jnp.roll(x, -1, axis=0)  # of the edge from each site to the next one
-    q = None
-    if leaf.q is not None:
-        p = _unit(jnp.einsum("rbmn,rbn->rbm", apart, leaf.q))
+    own = x if q is None else x.reshape(x.shape[0], *shape)
+    apart = own - jnp.roll(own, -1, axis=0)  # of the edge from each site to the next one
+    if q is not None:
+        p = _unit(jnp.einsum("rbmn,rbn->rbm", apart, q))
         s = jnp.einsum("rbmn,rbm->rbn", apart, p)
         apart, q = p[..., :, None] * s[..., None, :], _unit(s)
-    moved = x - WEIGHT * apart + WEIGHT * jnp.roll(apart, 1, axis=0)
-    return Leaf(moved.reshape(leaf.x.shape), q)
+    moved = own - WEIGHT * apart + WEIGHT * jnp.roll(apart, 1, axis=0)
+    return moved.reshape(x.shape), q
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -95,9 +88,9 @@ class Ring:
         ]
         self._mix = jax.jit(self._all)
 
-    def _all(self, xs: list, qs: list) -> tuple[list, list]:
-        found = [approach(Leaf(*one), s) for *one, s in zip(xs, qs, self.shapes, strict=True)]
-        return [leaf.x for leaf in found], [leaf.q for leaf in found]
+    def _all(self, xs: list[jax.Array], qs: list[Any]) -> tuple[list[jax.Array], list[Any]]:
+        found = list(map(approach, xs, qs, self.shapes))
+        return [x for x, _ in found], [q for _, q in found]
 
     def mix(self, weights: list[Any]) -> list[Any]:
         """Returns the weights of each site after a step's gossip."""
@@ -151,7 +144,9 @@ def trained(cfg: Config, seed: int) -> dict[str, Any]:
     with ExitStack() as stack:
         texts = [stack.enter_context(one.batches(step, 0, steps)) for one in inputs]
         for done, batches in enumerate(zip(*texts, strict=True), 1):
-            states = [step.step(state, batch)[0] for state, batch in zip(states, batches, strict=True)]
+            states = [
+                step.step(state, batch)[0] for state, batch in zip(states, batches, strict=True)
+            ]
             mixed = ring.mix([(state.params, state.router_bias) for state in states])
             states = [
                 state._replace(params=params, router_bias=bias)

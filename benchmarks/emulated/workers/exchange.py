@@ -80,12 +80,19 @@ def build(case: dict, measure: str, settings: dict) -> Variant:
 
 
 def build_variant(case: dict, measure: str, settings: dict) -> Variant:
-    """As `build`; all settings are of the config, but for `choices`: see `choices.py`."""
+    """As `build`; all settings are of the config, but for these.
+
+    `choices`: see `choices.py`. `alone`: each host trains by itself, and sends nothing.
+    """
     choices, steps = settings.pop("choices", None), settings.pop("steps", 1)
+    alone = settings.pop("alone", False)
+    devices = jax.local_devices() if alone else jax.devices()
     cfg = from_dict({**case["config"], **settings})
-    train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
+    train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), "cpu")
     if measure == "step":
-        return step_variant(train_step, choices, steps)
+        found = step_variant(train_step, choices, steps)
+        found.facts["tokens"] *= jax.process_count() if alone else 1
+        return found
     if measure == "codecs":
         return build_codecs(train_step)
     x_BTD = make_tokens(case["tokens"], cfg.model.width)
