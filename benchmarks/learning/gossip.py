@@ -50,7 +50,7 @@ def approach(
 
     Args:
       x: of all sites, [R, ...].
-      q: where the power iteration of each edge begins, [R, B, n]; None: the parameter is sent whole.
+      q: where the power iteration of each edge begins, [R, B, n]; None: x is sent whole.
       shape: B, m, n.
     Returns:
       x, and where the next iteration begins.

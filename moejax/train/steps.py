@@ -25,11 +25,10 @@ from moejax.train.faults.replicas import check_replicas
 from moejax.train.memory.headroom import memory_full
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
-from moejax.train.records.metrics import losses_of
+from moejax.train.records.metrics import losses_of, router_distance
 from moejax.train.records.profile import Profile
 from moejax.train.records.skipped_data import ENTRY, to_json
 from moejax.train.run import Run
-from moejax.train.sites.apart import router_distance
 
 
 def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:

@@ -17,14 +17,20 @@ from moejax.model.count import count
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan
-from moejax.plan.price.cost import SimulatedStep, alone
+from moejax.plan.price.cost import HOST_MEMORY, SimulatedStep, alone
+from moejax.plan.price.host import crossover, saved_by_attention, saved_by_product
 from moejax.plan.price.routing import ExpertLoad, busiest_device
 from moejax.plan.price.terms import terms, tokens_per_second, why
-from moejax.plan.report.host import host_parts, host_text, residuals_text
 from moejax.plan.report.sites import advice_text, order_text, sites_texts
 from moejax.plan.search.fitting import MEMORY_SHARE
 from moejax.plan.search.search import LESS_BUSY, SAME, SearchResult, has_codecs
 from moejax.plan.search.space import RULES
+
+KEPT = {
+    "optimizer": ("moments on the host", "of matrices: a piece of them at a time comes and goes"),
+    "experts": ("experts on the host", "weights come while a layer attends, gradients go"),
+    "residuals": ("residuals on the host", "what forward keeps for backward goes, and comes back"),
+}
 
 
 def mesh_text(cfg: Config) -> str:
@@ -242,6 +248,58 @@ def remarks(result: SearchResult, topology: Topology, load: ExpertLoad) -> list[
         small_products(result.ranked[0], topology.device),
     )
     return [text for text in texts if text is not None]
+
+
+def host_parts(cfg: Config) -> dict[str, str]:
+    """Returns the arrays that a plan keeps in the host's memory: name, meaning."""
+    return dict(KEPT[name] for name, place in vars(cfg.memory).items() if place == "host")
+
+
+def host_text(plan: PricedPlan, result: SearchResult) -> str | None:
+    """Returns both memories of a plan and its copies between them; None if it takes no host's."""
+    if not plan.node_bytes:
+        return None
+    device, host, node = (n / 2**30 for n in (plan.peak.bytes, plan.host_bytes, plan.node_bytes))
+    moved, waited = host_seconds(plan)
+    return (
+        f"memory: {device:,.2f} GiB of a device and {host:,.2f} of its host, whose node needs "
+        f"{node:,.1f} of {result.host_budget / 2**30:,.1f} GiB that may be used. Copies between "
+        f"them take {moved * 1e3:,.2f} ms of a step; it waits {waited * 1e3:,.2f} ms for them."
+    )
+
+
+def host_seconds(plan: PricedPlan) -> tuple[float, float]:
+    """Returns the seconds of copies between host and device in a step, and those exposed."""
+    moved = waited = 0.0
+    for share, simulated in plan.parts:
+        sent = simulated.totals.sent
+        moved += share * sum(seconds for (_, name), seconds in sent.items() if name == HOST_MEMORY)
+        waited += share * simulated.totals.exposed.get(HOST_MEMORY, 0.0)
+    return moved, waited
+
+
+def residuals_text(result: SearchResult, topology: Topology) -> str | None:
+    """Returns KARMA's rule on this cluster, where a plan recomputes or keeps residuals on hosts."""
+    cfg, host = result.ranked[0].cfg, topology.host
+    keeps = any(plan.cfg.memory.residuals == "host" for plan in result.ranked)
+    again = cfg.model.remat != "none" or cfg.mesh.stage_keeps == "input"
+    if host is None or not (keeps or again):
+        return None
+    rate = topology.device.peak(cfg.model.dtype)
+    least = crossover(rate, host.to_device, host.from_device)
+    kinds = {
+        f"a product's result {cfg.model.width:,}": saved_by_product(cfg.model.width),
+        f"causal attention's {cfg.data.sequence_length:,}": saved_by_attention(
+            cfg.data.sequence_length
+        ),
+    }
+    saved = " and ".join(kinds)
+    pays = [name.partition("'s")[0] for name, flops in kinds.items() if flops > least]
+    verdict = f"only {' and '.join(pays)} pays" if pays else "neither pays"
+    return (
+        f"Residuals on the host: of each byte kept, {saved} FLOPs are saved; where nothing hides "
+        f"the copies, keeping beats recomputing above {least:,.0f}, so there {verdict}."
+    )
 
 
 def copies_text(result: SearchResult, load: ExpertLoad) -> str | None:

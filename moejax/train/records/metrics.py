@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -17,7 +18,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from moejax.errors import StorageFullError, writing
 from moejax.runtime.event_log import EventLog
-from moejax.step.state import Metrics
+from moejax.step.state import Metrics, TrainState
 from moejax.train.records.trackers import Trackers
 
 # Values that an evaluation records, and their display.
@@ -192,6 +193,26 @@ def losses_of(metrics: Metrics) -> tuple[float, float | None]:
     if metrics.ahead is None:
         return loss, None
     return loss, float(metrics.ahead) if has[1] else math.nan
+
+
+def router_distance(state: TrainState) -> float | None:
+    """Returns how far routers of sites are from the outer ones, over the norm of those.
+
+    Of the sites and parts of routers that this process's devices hold: nothing is sent. None
+    without an outer loop, and without routers.
+    """
+    if state.sites is None:
+        return None
+    apart = norm = 0.0
+    trees = state.sites.params, state.params
+    own, outer = (dict(jax.tree.leaves_with_path(tree)) for tree in trees)
+    for path in (path for path in outer if "router" in jax.tree_util.keystr(path)):
+        shared = {part.device: part.data for part in outer[path].addressable_shards}
+        for part in own[path].addressable_shards:
+            wanted = np.asarray(shared[part.device], np.float64)
+            apart += float(((np.asarray(part.data[0], np.float64) - wanted) ** 2).sum())
+            norm += float((wanted**2).sum())
+    return math.sqrt(apart / norm) if norm else None
 
 
 def held_out_text(values: Mapping[str, float | None]) -> str:

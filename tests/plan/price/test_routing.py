@@ -46,7 +46,7 @@ def test_a_balanced_router_fills_what_headroom_leaves():
 
 
 def test_devices_that_share_cores_are_as_busy_as_their_mean():
-    """Device 0 gets twice what each other of the eight does: with four, 5/36 of all rows are each's."""
+    """Device 0 gets twice what each other of eight does: its four get 5/36 of all rows each."""
     cfg, share_E = big(), (2 / 9,) + (1 / 9,) * 7
     route, layout = of(cfg)
     load = ExpertLoad("by hand", (share_E,))

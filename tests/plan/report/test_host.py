@@ -8,8 +8,7 @@ import pytest
 from moejax.config.fields import change
 from moejax.plan.cluster.topology import Host
 from moejax.plan.price.cost import HOST_MEMORY, Totals
-from moejax.plan.report.host import host_seconds, host_text, residuals_text
-from moejax.plan.report.tables import plan_text, sentence
+from moejax.plan.report.tables import host_seconds, host_text, plan_text, residuals_text, sentence
 from moejax.plan.search.search import SearchResult
 from tests.plan.clusters import GIB, cluster
 from tests.plan.report.test_tables import pretend

@@ -15,7 +15,7 @@ from moejax.plan.cluster.topology import Host
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.cost import HOST_MEMORY
 from moejax.plan.price.routing import read_expert_load
-from moejax.plan.report.host import host_seconds
+from moejax.plan.report.tables import host_seconds
 from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.fitting import Fitting

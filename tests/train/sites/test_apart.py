@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.train.sites.apart import router_distance
+from moejax.train.records.metrics import router_distance
 from tests.cases import small_config, step_for
 from tests.step.test_outer import outer_config
 
@@ -16,7 +16,8 @@ def test_the_distance_is_that_of_all_routers(mesh):
 
     def moved(path, x):
         far = [1, 1 + 1 / 8] if "router" in jax.tree_util.keystr(path) else [5, 7]
-        return jax.device_put(np.asarray(x) * np.reshape(far, (2, *(1,) * (x.ndim - 1))), x.sharding)
+        factor = np.reshape(far, (2, *(1,) * (x.ndim - 1)))
+        return jax.device_put(np.asarray(x) * factor, x.sharding)
 
     params = jax.tree_util.tree_map_with_path(moved, state.sites.params)
     state = state._replace(sites=state.sites._replace(params=params))
