@@ -256,7 +256,7 @@ def _at_seconds(runs: dict[str, Any], speeds: dict[str, Any]) -> list[str]:
             name: fmean(one["tokens"] / s for s in one["seconds"]) for name, one in found.items()
         }
         for way, there in ways.items():
-            if way not in runs or there not in rate:
+            if way not in runs or there not in rate or not runs[way]["0"]["curve"]:
                 continue
             steps = 200 * rate[there] / rate["data parallel"]
             curves = [{int(s): v for s, v in one["curve"].items()} for one in runs[way].values()]
