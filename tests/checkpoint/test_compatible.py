@@ -37,6 +37,7 @@ def changed(name, value, cfg=None):
 
 # What another value of a setting is, where it is not twice the number or the other truth.
 OTHER = {
+    "model.ahead_block": ("full", "dense"),
     "moe.slots": 1,
     "moe.slots_from": "last",
     "model.layer_attention": ["full", "window", "full", "window"],
@@ -290,6 +291,9 @@ def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
     kinds = alone.get(name.rpartition(".")[0] + ".", ("grouped", "latent"))
     for kind in kinds:
         cfg, described = every_kind_of_layer(kind)
+        if name == "model.ahead_block":  # of a model that has one
+            cfg = changed("model.predict_ahead", 1, cfg)
+            described = shapes_of_weights(cfg)
         before = get_value(cfg, name)
         value = OTHER.get(name, not before if isinstance(before, bool) else (before or 0.5) * 2)
         value = "grouped" if (name, kind) == ("model.attention", "latent") else value

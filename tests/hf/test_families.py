@@ -440,7 +440,6 @@ REFUSED = [
             ("residual_in_fp32", True),
             ("sliding_window", 4096),
             ("hidden_dropout", 0.1),
-            ("num_nextn_predict_layers", 2),
         )
     ),
     ("Nemotron-3-Nano-30B-A3B", {"norm_eps": 1e-6}, "keys disagree: `layer_norm_epsilon` is 1e-05"),
