@@ -7,8 +7,8 @@ once after a period of steps, or a part in each step beside its computation, in 
 All run in turns, beside sites that train alone and send nothing: theirs is the rate that a network
 without limits would allow. Each cluster is probed before, and each way priced by what was probed.
 In one case a process carries all frames between sites 100 ms late, as kernels may lack what delays
-them; a probe would take half an hour there, and nothing is priced. Needs root, ip and tc. Writes
-sites.json and sites.md.
+them. A probe meets too often there (after five minutes it had measured no link), so nothing is
+priced. Needs root, ip and tc. Writes sites.json and sites.md.
 
     python -m benchmarks.emulated.sites --out benchmarks/results
     BENCH_SMALL=1 python -m benchmarks.emulated.sites --out /tmp/sites
@@ -146,7 +146,7 @@ def rows(result: dict[str, Any]) -> list[str]:
         "|---" * 8 + "|",
     ]
     for name, one in found.items():
-        share = f"{speed(one) / speed(found[ALONE]):.2f}" if ALONE in found else ""
+        share = f"{speed(one) / speed(found[ALONE]):.2f}"
         steps = result["case"]["variants"][name][1].get("steps", 1)
         own = [t / steps for t in one["seconds"]]
         middle, by_price, error = median(own), "", ""

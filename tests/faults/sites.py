@@ -211,7 +211,7 @@ def _read(stream, lines: list[str]) -> None:
         lines.extend(stream)
 
 
-def spoil(number: int) -> None:
+def spoil(number: float) -> None:
     """Lets this program's site send no numbers in one round."""
     from moejax.train.sites.site import Site
 
@@ -250,7 +250,5 @@ def slow(seconds: float) -> None:
 if __name__ == "__main__":
     from moejax.train.__main__ import main
 
-    {"--spoil": lambda text: spoil(int(text)), "--slow": lambda text: slow(float(text))}[
-        sys.argv[1]
-    ](sys.argv[2])
+    {"--spoil": spoil, "--slow": slow}[sys.argv[1]](float(sys.argv[2]))
     sys.exit(main(sys.argv[4:]))
