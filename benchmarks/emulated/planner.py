@@ -67,14 +67,12 @@ def probe(
     *,
     quick: bool,
     own_cores: bool = False,
-    delay: str | None = None,
 ) -> tuple[dict[str, Any], float]:
     """Measures the emulated cluster as a user would; the topology, and seconds of the command."""
     command = [ROOT / "launch/emulate", "--hosts", setup.hosts]
     command += ["--devices-per-host", setup.devices]
     command += ["--link", f"{setup.rate}mbit"] if setup.rate else []
     command += ["--own-cores"] if own_cores else []
-    command += ["--delay", delay] if delay is not None else []
     command += ["--", sys.executable, "-m", "moejax.plan", "probe", "--out", path]
     command += ["--quick"] if quick else []
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
