@@ -2,7 +2,7 @@
 
 Per device, inside the shard_map of the training mesh. In step t of a period of H steps each device
 takes the t-th of H parts of each of its shards: of stacked layers these are runs of whole layers
-where H divides their number. What its site moved that part since it was last averaged is encoded
+where H divides their number, and blocks inside layers otherwise. What its site moved that part since it was last averaged is encoded
 and sent to the devices with the same shard at the other sites, while the step computes. At its end
 all sites decode the same bytes, average them, and move the outer weights by Nesterov's rule, so
 that their copies stay equal to the bit. The site goes on from them with the progress of the step.
@@ -21,6 +21,7 @@ Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512). Decisio
 Letters: R sites, H steps of a period, n values of a part on this device, m values of one array's.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,25 +55,63 @@ class Part:
 
     def take(self, x: jax.Array) -> jax.Array:
         """Returns this part of an array, [m] in float32. The last one begins earlier to fit."""
-        flat = x.reshape(-1)
-        start, size, _ = self._place(x)
-        return jax.lax.dynamic_slice_in_dim(flat, start, size).astype(jnp.float32)
+        box = self._box(x.shape)
+        return jax.lax.dynamic_slice(x, box.starts, box.sizes).reshape(-1).astype(jnp.float32)
 
     def put(self, x: jax.Array, new: jax.Array) -> jax.Array:
-        """Returns an array with this part replaced by [m]; values of the part before it stay."""
-        flat = x.reshape(-1)
-        start, size, first = self._place(x)
-        new = new.astype(x.dtype)
-        if x.size % self.count:
-            old = jax.lax.dynamic_slice_in_dim(flat, start, size)
-            new = jnp.where(start + jnp.arange(size) >= first, new, old)
-        return jax.lax.dynamic_update_slice_in_dim(flat, new, start, 0).reshape(x.shape)
+        """Returns an array with this part replaced by [m]; values of the part before it stay.
 
-    def _place(self, x: jax.Array) -> tuple[Any, int, Any]:
-        """Returns where the slice starts, its size, and where the part itself starts."""
-        size = -(-x.size // self.count)
-        first = self.number * size
-        return jnp.minimum(first, x.size - size), size, first
+        XLA does this in place in an array of its own shape, and copies one that was reshaped.
+        """
+        box = self._box(x.shape)
+        new = new.astype(x.dtype).reshape(box.sizes)
+        if box.uneven is not None:
+            at = jax.lax.broadcasted_iota(jnp.int32, box.sizes, box.uneven)
+            old = jax.lax.dynamic_slice(x, box.starts, box.sizes)
+            new = jnp.where(box.starts[box.uneven] + at >= box.first, new, old)
+        return jax.lax.dynamic_update_slice(x, new, box.starts)
+
+    def put_all(self, tree: Tree, new: list[jax.Array]) -> Tree:
+        """Returns a tree with this part of each array replaced."""
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, map(self.put, leaves, new))
+
+    def _box(self, shape: tuple[int, ...]) -> "_Box":
+        """Returns the place of this part: dimensions are cut from the first on, as often as fits.
+
+        What no dimension divides cuts the one whose pieces are longest.
+        """
+        left, cuts = self.count, []
+        for size in shape:
+            cuts.append(math.gcd(left, size))
+            left //= cuts[-1]
+        pieces = [size // cut for size, cut in zip(shape, cuts, strict=True)]
+        longest = pieces.index(max(pieces))
+        cuts[longest] *= left
+        sizes = [-(-size // cut) for size, cut in zip(shape, cuts, strict=True)]
+        starts, number = [], self.number
+        for size, cut in reversed(list(zip(sizes, cuts, strict=True))):
+            starts.insert(0, number % cut * size)
+            number = number // cut
+        first = starts[longest]
+        if left == 1:
+            return _Box(starts, sizes, None, first)
+        starts[longest] = jnp.minimum(first, shape[longest] - sizes[longest])
+        return _Box(starts, sizes, longest, first)
+
+
+class _Box(NamedTuple):
+    """Where a part lies in an array.
+
+    Attributes:
+      uneven: dimension that is cut in more pieces than divide it; None: all are cut evenly.
+      first: where the part begins along it, at or after the box.
+    """
+
+    starts: list[Any]
+    sizes: list[int]
+    uneven: int | None
+    first: Any
 
 
 class Pending(NamedTuple):
@@ -223,54 +262,43 @@ class OuterLoop:
         finite = finite_R[own]
         coded = means[1] if sent.wanted.size else sent.wanted
         deltas = groups.split(coded, means[0])
-        shared, moved = self._moved(shared, deltas, part)
-        leaves, tree = jax.tree.flatten(inner)
-        progress = [part.take(x) - old for x, old in zip(leaves, sent.before, strict=True)]
-        inner = jax.tree.unflatten(
-            tree,
-            [
-                part.put(x, jnp.where(finite, new + more, new))
-                for x, new, more in zip(leaves, moved, progress, strict=True)
-            ],
-        )
-        return shared, inner, self._left_out(sent, groups, error, finite, part)
+        moved, speeds = self._moved(shared, deltas, part)
+        progress = [
+            part.take(x) - old for x, old in zip(jax.tree.leaves(inner), sent.before, strict=True)
+        ]
+        own = [jnp.where(finite, new + more, new) for new, more in zip(moved, progress, strict=True)]
+        left = self._left_out(sent, groups, finite) if jax.tree.leaves(error) else []
+        # All parts are known before one is put back: XLA would copy whole arrays that it still reads.
+        moved, speeds, own, left = jax.lax.optimization_barrier((moved, speeds, own, left))
+        params, router_bias = part.put_all((shared.params, shared.router_bias), moved)
+        shared = Shared(params, router_bias, part.put_all(shared.momentum, speeds))
+        return shared, part.put_all(inner, own), part.put_all(error, left)
 
     def _moved(
         self, shared: Shared, deltas: list[jax.Array], part: Part
-    ) -> tuple[Shared, list[jax.Array]]:
-        """Moves the outer weights by averaged differences. Returns them, and of each its part.
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns parts of the outer weights and biases, moved by averaged differences, and speeds.
 
         Selection biases take the average: their steps have one size, which momentum would change.
         """
-        params, tree = jax.tree.flatten(shared.params)
-        speeds, parts = jax.tree.leaves(shared.momentum), []
-        for index, delta in enumerate(deltas[: len(params)]):
-            speed = self.momentum * part.take(speeds[index]) + delta
-            parts.append(part.take(params[index]) - self.rate * (delta + self.momentum * speed))
-            speeds[index] = part.put(speeds[index], speed)
-            params[index] = part.put(params[index], parts[-1])
-        biases, bias_tree = jax.tree.flatten(shared.router_bias)
-        for index, delta in enumerate(deltas[len(params) :]):
-            parts.append(part.take(biases[index]) - delta)
-            biases[index] = part.put(biases[index], parts[-1])
-        return Shared(
-            jax.tree.unflatten(tree, params),
-            jax.tree.unflatten(bias_tree, biases),
-            jax.tree.unflatten(tree, speeds),
-        ), parts
+        outer = [part.take(x) for x in jax.tree.leaves((shared.params, shared.router_bias))]
+        old = [part.take(x) for x in jax.tree.leaves(shared.momentum)]
+        of_weights = deltas[: len(old)]
+        speeds = [self.momentum * v + delta for v, delta in zip(old, of_weights, strict=True)]
+        steps = [
+            self.rate * (delta + self.momentum * speed)
+            for delta, speed in zip(of_weights, speeds, strict=True)
+        ]
+        steps += deltas[len(old) :]
+        return [x - step for x, step in zip(outer, steps, strict=True)], speeds
 
     def _left_out(
-        self, sent: Pending, groups: "_Groups", error: Tree, finite: jax.Array, part: Part
-    ) -> Tree:
-        """Returns the next errors: what was wanted, less what was sent."""
-        errors, tree = jax.tree.flatten(error)
-        if not errors:
-            return error
+        self, sent: Pending, groups: "_Groups", finite: jax.Array
+    ) -> list[jax.Array]:
+        """Returns of each encoded parameter the next error: what was wanted, less what was sent."""
         left = sent.wanted - self._codec.decode(sent.own["coded"], sent.wanted.size)[0]
         parts = groups.split(jnp.where(finite, left, 0), sent.own["plain"][0])
-        parts = [x for x, coded in zip(parts, groups.encoded, strict=True) if coded]
-        new = [part.put(x, y) for x, y in zip(errors, parts, strict=True)]
-        return jax.tree.unflatten(tree, new)
+        return [x for x, coded in zip(parts, groups.encoded, strict=True) if coded]
 
     def _is_encoded(self, count: int) -> list[bool]:
         """Returns whether each of the arrays is encoded: parameters, then selection biases."""

@@ -126,17 +126,26 @@ class Oracle:
             self.inner[site] = state._replace(params=params, router_bias=bias)
 
     def places(self, leaf, shape, number):
-        """Where a step averages an array: of each shard a run of equal length, the last shorter."""
+        """Where a step averages an array: a part of each shard."""
         if self.outer.order == "all":
             return np.ones(shape, bool)
         found = np.zeros(shape, bool)
         for index in self.shardings[leaf].devices_indices_map(shape).values():
-            own = found[index].copy()
-            length = -(-own.size // self.outer.every)
-            first = number % self.outer.every * length
-            own.reshape(-1)[first : first + length] = True
-            found[index] = own
+            found[index] = part_of(found[index].shape, self.outer.every, number)
         return found
+
+
+def part_of(shape, count, number):
+    """Where the part of a step lies: an element's part is a number with a digit a dimension."""
+    at, left, places = np.zeros(shape, int), count, np.indices(shape)
+    cuts = []
+    for size in shape:
+        cuts.append(np.gcd(left, size))
+        left //= cuts[-1]
+    cuts[np.argmax(np.array(shape) // cuts)] *= left
+    for place, size, cut in zip(places, shape, cuts, strict=True):
+        at = at * cut + place // np.ceil(size / cut).astype(int)
+    return at == number % count
 
 
 def assert_near(got, wanted, bound):
@@ -303,11 +312,11 @@ def test_a_step_averages_its_part_and_leaves_the_others(number):
     loop = outer_loop(every=4, rate=0.7, momentum=0.9)
     found, own, _ = exchange(loop, shared, inner, NO_ERROR, number, 2, moved=0.125)
     for name, x in shared.params.items():
-        # Of 30 values of the matrix 8, 8, 8, 6; of 5 of the norm 2, 2, 1, none.
-        length = {"matrix": 8, "norm": 2}[name]
-        part = np.zeros(x.size, bool)
-        part[number * length : (number + 1) * length] = True
-        part = part.reshape(x.shape)
+        part = np.zeros(x.shape, bool)
+        if name == "matrix":  # [3, 5, 2]: halves of the 5, one longer; of each the 2 one by one
+            part[:, [slice(3), slice(3, 5)][number // 2], number % 2] = True
+        else:  # of 5 values 2, 2, 1, none
+            part[2 * number : 2 * number + 2] = True
         gradient = x - np.float64(inner[0][name]).mean(0)
         speed = 0.9 * shared.momentum[name] + gradient
         new = x - 0.7 * (gradient + 0.9 * speed)
@@ -342,9 +351,8 @@ def test_what_is_sent_and_what_is_kept_add_up(codec):
         delta = old.params["matrix"] - weights["matrix"]
         sent = old.params["matrix"] - shared.params["matrix"]  # rate 1, no momentum: the mean
         wanted = np.mean(delta + kept["matrix"] - np.asarray(error["matrix"]), 0)
-        part = np.zeros(30, bool)
-        part[number % 2 * 15 : number % 2 * 15 + 15] = True
-        part = part.reshape(3, 5, 2)
+        part = np.zeros((3, 5, 2), bool)
+        part[:, :, number % 2] = True
         np.testing.assert_allclose(sent[part], wanted[part], atol=2e-6)
         np.testing.assert_array_equal(error["matrix"][:, ~part], kept["matrix"][:, ~part])
         if number < 2:
