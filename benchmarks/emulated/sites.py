@@ -44,6 +44,7 @@ HOSTS = ((2, 2),) if SMALL else ((2, 4), (4, 2))  # sites, devices of each
 RATES = (50,) if SMALL else (50, 20, 10, 200)  # Mbit/s
 DELAY, LATE = "100ms", 20  # from a site to another, and the rate of that case
 PERIOD = 4 if SMALL else 16  # steps in which all of the model is averaged
+STEPS = 2 if SMALL else 8  # of a run, where all are short: one step varies by a third
 ALONE = "each site alone"
 LAYERS = "outer by layers"
 PLANNED = "planned"
@@ -65,8 +66,8 @@ def case(hosts: int, devices: int, rate: int, delay: str | None = None) -> Case:
     """All ways to train on these sites, at one rate."""
     config = MODEL | {"mesh.replica": hosts, "mesh.expert": devices, "mesh.nodes": hosts}
     gradients = ("compression.dense_gradient", "compression.expert_gradient")
-    stages = {"mesh.replica": 1, "mesh.stage": hosts, "train.micro_batches": hosts}
-    own = {"mesh.replica": 1, "mesh.nodes": 1, "alone": True}
+    stages = {"mesh.replica": 1, "mesh.stage": hosts, "train.micro_batches": hosts, "steps": STEPS}
+    own = {"mesh.replica": 1, "mesh.nodes": 1, "alone": True, "steps": STEPS}
     own["train.batch_sequences"] = config["train.batch_sequences"] // hosts
     variants: Variants = {
         ALONE: ("step", own),
@@ -75,7 +76,7 @@ def case(hosts: int, devices: int, rate: int, delay: str | None = None) -> Case:
         "stages": ("step", {**stages, "compression.preset": "strong"}),
         # A run has all steps of a period: one of them waits for the others' bytes.
         "outer at once": ("step", {"outer.every": PERIOD, "outer.order": "all", "steps": PERIOD}),
-        LAYERS: ("step", {"outer.every": PERIOD}),
+        LAYERS: ("step", {"outer.every": PERIOD, "steps": STEPS}),
     }
     length = config["data.sequence_length"]
     about = (hosts, devices, rate, config, (8, length), variants)
@@ -104,7 +105,7 @@ def prepare(case: Case, folder: Path) -> tuple[Case, dict[str, Any]]:
     limits = Limits(topology.devices, topology.nodes, "cpu", "strong", pinned(cfg))
     found = search_all(cfg, topology, limits, load, traces=TRACES, progress=print)
     best = found.ranked[0].cfg
-    whole = {"steps": best.outer.every} if best.outer.order == "all" else {}
+    whole = {"steps": best.outer.every if best.outer.order == "all" else STEPS}
     plan = dict.fromkeys(("mesh.replica", "mesh.expert"), 1) | differing(best)
     variants: Variants = {**case.variants, PLANNED: ("step", plan | whole)}
     priced = {

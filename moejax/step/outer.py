@@ -2,10 +2,11 @@
 
 Per device, inside the shard_map of the training mesh. In step t of a period of H steps each device
 takes the t-th of H parts of each of its shards: of stacked layers these are runs of whole layers
-where H divides their number, and blocks inside layers otherwise. What its site moved that part since it was last averaged is encoded
-and sent to the devices with the same shard at the other sites, while the step computes. At its end
-all sites decode the same bytes, average them, and move the outer weights by Nesterov's rule, so
-that their copies stay equal to the bit. The site goes on from them with the progress of the step.
+where H divides their number, and blocks inside layers otherwise. What its site moved that part
+since it was last averaged is encoded and sent to the devices with the same shard at the other
+sites, while the step computes. At its end all sites decode the same bytes, average them, and move
+the outer weights by Nesterov's rule, so that their copies stay equal to the bit. The site goes on
+from them with the progress of the step.
 
     delta = outer - inner                        the pseudo-gradient, of the part, at the start
     momentum = mu momentum + mean(delta)
@@ -266,9 +267,11 @@ class OuterLoop:
         progress = [
             part.take(x) - old for x, old in zip(jax.tree.leaves(inner), sent.before, strict=True)
         ]
-        own = [jnp.where(finite, new + more, new) for new, more in zip(moved, progress, strict=True)]
+        own = [
+            jnp.where(finite, new + more, new) for new, more in zip(moved, progress, strict=True)
+        ]
         left = self._left_out(sent, groups, finite) if jax.tree.leaves(error) else []
-        # All parts are known before one is put back: XLA would copy whole arrays that it still reads.
+        # Known before one is put back: XLA would copy whole arrays that it still reads.
         moved, speeds, own, left = jax.lax.optimization_barrier((moved, speeds, own, left))
         params, router_bias = part.put_all((shared.params, shared.router_bias), moved)
         shared = Shared(params, router_bias, part.put_all(shared.momentum, speeds))
@@ -292,9 +295,7 @@ class OuterLoop:
         steps += deltas[len(old) :]
         return [x - step for x, step in zip(outer, steps, strict=True)], speeds
 
-    def _left_out(
-        self, sent: Pending, groups: "_Groups", finite: jax.Array
-    ) -> list[jax.Array]:
+    def _left_out(self, sent: Pending, groups: "_Groups", finite: jax.Array) -> list[jax.Array]:
         """Returns of each encoded parameter the next error: what was wanted, less what was sent."""
         left = sent.wanted - self._codec.decode(sent.own["coded"], sent.wanted.size)[0]
         parts = groups.split(jnp.where(finite, left, 0), sent.own["plain"][0])

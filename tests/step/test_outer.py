@@ -137,14 +137,13 @@ class Oracle:
 
 def part_of(shape, count, number):
     """Where the part of a step lies: an element's part is a number with a digit a dimension."""
-    at, left, places = np.zeros(shape, int), count, np.indices(shape)
-    cuts = []
+    at, left, cuts = np.zeros(shape, int), count, []
     for size in shape:
         cuts.append(np.gcd(left, size))
         left //= cuts[-1]
     cuts[np.argmax(np.array(shape) // cuts)] *= left
-    for place, size, cut in zip(places, shape, cuts, strict=True):
-        at = at * cut + place // np.ceil(size / cut).astype(int)
+    for index, size, cut in zip(np.indices(shape), shape, cuts, strict=True):
+        at = at * cut + index // np.ceil(size / cut).astype(int)
     return at == number % count
 
 
