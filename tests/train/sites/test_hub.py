@@ -78,13 +78,17 @@ def test_all_get_the_same_rows_once_all_are_there(serve):
     assert links[0].sent == 10
 
 
+def gone(*_, **__):
+    raise ConnectionResetError
+
+
 def test_sites_wait_for_a_hub_that_is_started_again(serve):
     hub = serve()
     links = [joined(hub, site) for site in range(2)]
     links[0].put(0, rows_of(0), facts(1))
     waiting = meanwhile(links[0].get, 0, [0], 5)
     hub.close()
-    hub.answer = lambda *_: None  # a connection that it still has is of no use
+    hub.answer = hub._find = gone  # connections that it still has end, as those of a process do
     sending = meanwhile(links[1].put, 0, rows_of(1), facts(1))
     serve(hub.port)
     sending()
