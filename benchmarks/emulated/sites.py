@@ -66,7 +66,8 @@ def case(hosts: int, devices: int, rate: int, delay: str | None = None) -> Case:
     """All ways to train on these sites, at one rate."""
     config = MODEL | {"mesh.replica": hosts, "mesh.expert": devices, "mesh.nodes": hosts}
     gradients = ("compression.dense_gradient", "compression.expert_gradient")
-    stages = {"mesh.replica": 1, "mesh.stage": hosts, "train.micro_batches": hosts, "steps": STEPS}
+    stages = {"mesh.replica": 1, "mesh.stage": hosts, "train.micro_batches": hosts}
+    stages["steps"] = STEPS if delay is None else 1
     own = {"mesh.replica": 1, "mesh.nodes": 1, "alone": True, "steps": STEPS}
     own["train.batch_sequences"] = config["train.batch_sequences"] // hosts
     variants: Variants = {
