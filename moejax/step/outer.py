@@ -261,21 +261,19 @@ class OuterLoop:
         count = jnp.maximum(jnp.sum(jnp.where(finite_R, weight_R, 0)), 1)
         means = [jnp.sum(jnp.where(finite_R[:, None], x, 0), 0) / count for x in weighted]
         finite = finite_R[own]
-        coded = means[1] if sent.wanted.size else sent.wanted
-        deltas = groups.split(coded, means[0])
+        deltas = groups.split(means[1] if sent.wanted.size else sent.wanted, means[0])
         moved, speeds = self._moved(shared, deltas, part)
-        progress = [
-            part.take(x) - old for x, old in zip(jax.tree.leaves(inner), sent.before, strict=True)
-        ]
-        own = [
-            jnp.where(finite, new + more, new) for new, more in zip(moved, progress, strict=True)
+        now = [part.take(x) for x in jax.tree.leaves(inner)]
+        mine = [
+            jnp.where(finite, mean + (x - old), mean)
+            for mean, x, old in zip(moved, now, sent.before, strict=True)
         ]
         left = self._left_out(sent, groups, finite) if jax.tree.leaves(error) else []
         # Known before one is put back: XLA would copy whole arrays that it still reads.
-        moved, speeds, own, left = jax.lax.optimization_barrier((moved, speeds, own, left))
+        moved, speeds, mine, left = jax.lax.optimization_barrier((moved, speeds, mine, left))
         params, router_bias = part.put_all((shared.params, shared.router_bias), moved)
         shared = Shared(params, router_bias, part.put_all(shared.momentum, speeds))
-        return shared, part.put_all(inner, own), part.put_all(error, left)
+        return shared, part.put_all(inner, mine), part.put_all(error, left)
 
     def _moved(
         self, shared: Shared, deltas: list[jax.Array], part: Part
