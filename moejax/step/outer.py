@@ -80,7 +80,7 @@ class Part:
     def _box(self, shape: tuple[int, ...]) -> "_Box":
         """Returns the place of this part: dimensions are cut from the first on, as often as fits.
 
-        What no dimension divides cuts the one whose pieces are longest.
+        What no dimension divides cuts the one whose pieces are longest. An array has a dimension.
         """
         left, cuts = self.count, []
         for size in shape:

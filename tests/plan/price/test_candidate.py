@@ -99,7 +99,7 @@ def test_sites_that_send_all_at_once_wait_in_one_step_of_a_period():
     sent = burst.totals.bytes_sent["network", "outer"] - usual.totals.bytes_sent["network", "outer"]
     assert 4 * shard <= sent <= 4 * shard + 4 * 32  # of a ring of two: all of the other site's
     waited = burst.totals.exposed["outer"] - usual.totals.exposed["outer"]
-    # Taking parts of what does not cross runs beside it.
+    # Some of what the program computes may run beside it.
     assert 0.9 * sent / 1e6 <= waited <= 1.05 * sent / 1e6
     each = replace(cfg, outer=OuterConfig(every=1, codec="none", order="all"))
     only = price(trace_config(each, "cpu", BALANCED), topology, BALANCED)
